@@ -1,0 +1,67 @@
+"""rowmesh: recommendation models whose tables outgrow a device and whose links are slow.
+
+Write single-device code, make a plan, shard. `docs/` explains the plan and what is exact.
+"""
+
+from rowmesh import models
+from rowmesh.comm import Mesh, init_mesh
+from rowmesh.cost import predict
+from rowmesh.errors import (
+    InputError,
+    NotExecutable,
+    PeerError,
+    PlanError,
+    RowmeshError,
+    StepError,
+)
+from rowmesh.features import Batch, JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from rowmesh.nn import EmbeddingBagCollection, EmbeddingCollection
+from rowmesh.optim import SGD, Adagrad, Adam, RowwiseAdagrad
+from rowmesh.placement import Plan, load_plan, save_plan
+from rowmesh.planners import make_plan
+from rowmesh.runtime.export import full_state_dict
+from rowmesh.runtime.optimizer import Optimizer
+from rowmesh.runtime.oracle import Oracle
+from rowmesh.runtime.shard import shard
+from rowmesh.runtime.verify import verify
+from rowmesh.stats import Stats
+from rowmesh.tables import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from rowmesh.topology import Topology
+
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "Batch",
+    "EmbeddingBagCollection",
+    "EmbeddingBagConfig",
+    "EmbeddingCollection",
+    "EmbeddingConfig",
+    "InputError",
+    "JaggedTensor",
+    "KeyedJaggedTensor",
+    "KeyedTensor",
+    "Mesh",
+    "NotExecutable",
+    "Optimizer",
+    "Oracle",
+    "PeerError",
+    "Plan",
+    "PlanError",
+    "PoolingType",
+    "RowmeshError",
+    "RowwiseAdagrad",
+    "Stats",
+    "StepError",
+    "Topology",
+    "full_state_dict",
+    "init_mesh",
+    "load_plan",
+    "make_plan",
+    "models",
+    "predict",
+    "save_plan",
+    "shard",
+    "verify",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,181 @@
+"""Point-to-point exchanges on lanes: receives posted first, matched by tag, never by order.
+
+gloo's own all-to-all is half duplex (PERF: twice the time of receive-first sends), accepts a
+short message silently, and two exchanges of one tag may be swapped. So every exchange here has
+a tag of its own, and in debug mode a header that is checked.
+"""
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rowmesh.comm.ledger import Ledger
+from rowmesh.comm.status import Bulletin
+from rowmesh.errors import PeerError
+
+__all__ = ["Channel", "Handle", "Lane", "Wire"]
+
+_CHANNELS = 1024  # tag = sequence * _CHANNELS + channel
+_SEQUENCES = 1 << 19
+_HEADER_BIT = 1 << 30
+_DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8]
+
+
+class Lane(StrEnum):
+    """World-wide process groups, so that small messages never queue behind large ones."""
+
+    CONTROL = "control"
+    ROWS = "rows"
+    GRADS = "grads"
+
+
+Parcel = tuple[int, Tensor]
+"""A peer, and the tensor that goes to it or comes from it."""
+
+
+class Wire:
+    """Posts messages on the lanes and counts their bytes. Posting never blocks.
+
+    Args:
+        rank: This rank.
+        lanes: A process group per lane; empty for a world of one.
+        ledger: Counts what is sent.
+        bulletin: Where peers leave the reason for their end.
+        debug: Send and check a header with every message.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world: int,
+        lanes: Mapping[Lane, dist.ProcessGroup],
+        ledger: Ledger,
+        bulletin: Bulletin,
+        debug: bool = False,
+    ) -> None:
+        self.rank, self.world = rank, world
+        self.lanes, self.ledger, self.bulletin, self.debug = lanes, ledger, bulletin, debug
+        self._channels: list[str] = []
+        self._posting = threading.Lock()
+
+    def channel(self, name: str, lane: Lane) -> "Channel":
+        """A new exchange with its own tags. All ranks make the same channels in one order."""
+        if len(self._channels) == _CHANNELS:
+            raise RuntimeError(f"a mesh has at most {_CHANNELS} channels")
+        self._channels.append(name)
+        return Channel(self, name, lane, len(self._channels) - 1)
+
+
+class Channel:
+    """One exchange of a step: its lane, its tag, its name in errors."""
+
+    def __init__(self, wire: Wire, name: str, lane: Lane, number: int) -> None:
+        self.wire, self.name, self.lane, self.number = wire, name, lane, number
+
+    def post(
+        self,
+        sequence: int,
+        *,
+        sends: Iterable[Parcel],
+        receives: Iterable[Parcel],
+        edge: str | None,
+    ) -> "Handle":
+        """Start sending and receiving; empty tensors do not travel.
+
+        Args:
+            sequence: Number of this use, the same on all ranks.
+            sends: Contiguous tensors that must not change until the handle is waited for.
+            receives: Contiguous tensors to fill.
+            edge: The ledger's edge, or None if the caller records the bytes itself.
+
+        Collective:
+            Both ends of every non-empty parcel, with the same sequence, shape and dtype.
+        """
+        wire = self.wire
+        tag = (sequence % _SEQUENCES) * _CHANNELS + self.number
+        parcels = [(p, t, True) for p, t in receives if t.numel()]
+        parcels += [(p, t, False) for p, t in sends if t.numel()]
+        if not parcels:
+            return Handle(self, sequence, [], [], [])
+        group = wire.lanes[self.lane]
+        works: list[tuple[int, dist.Work]] = []
+        headers: list[tuple[int, Tensor, Tensor]] = []
+        with wire._posting:
+            for peer, tensor, incoming in parcels:
+                assert tensor.is_contiguous(), "only contiguous tensors travel"
+                if wire.debug:
+                    works += self._post_header(sequence, tag, peer, tensor, incoming, headers)
+                if incoming:
+                    work = dist.irecv(tensor, group_src=peer, group=group, tag=tag)
+                else:
+                    work = dist.isend(tensor, group_dst=peer, group=group, tag=tag)
+                    if edge is not None:
+                        wire.ledger.record(edge, peer, tensor.numel() * tensor.element_size())
+                assert work is not None
+                works.append((peer, work))
+        return Handle(self, sequence, works, headers, [t for _, t, _ in parcels])
+
+    def _post_header(
+        self,
+        sequence: int,
+        tag: int,
+        peer: int,
+        tensor: Tensor,
+        incoming: bool,
+        headers: list[tuple[int, Tensor, Tensor]],
+    ) -> list[tuple[int, dist.Work]]:
+        group = self.wire.lanes[self.lane]
+        ours = torch.tensor(
+            [sequence, self.number, _DTYPES.index(tensor.dtype), tensor.numel()],
+            device=tensor.device,
+        )
+        if incoming:
+            theirs = torch.zeros_like(ours)
+            headers.append((peer, ours, theirs))
+            work = dist.irecv(theirs, group_src=peer, group=group, tag=tag | _HEADER_BIT)
+        else:
+            headers.append((peer, ours, ours))  # kept alive until the wait
+            work = dist.isend(ours, group_dst=peer, group=group, tag=tag | _HEADER_BIT)
+        assert work is not None
+        return [(peer, work)]
+
+
+class Handle:
+    """An exchange under way."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        sequence: int,
+        works: Sequence[tuple[int, dist.Work]],
+        headers: Sequence[tuple[int, Tensor, Tensor]],
+        buffers: Sequence[Tensor],
+    ) -> None:
+        self._channel, self._sequence = channel, sequence
+        self._works, self._headers = list(works), list(headers)
+        self._buffers = list(buffers)  # alive until they have been sent
+
+    def wait(self) -> None:
+        """Return when everything is sent and received.
+
+        Raises:
+            PeerError: With the failed rank's sentence, or naming the silent peer.
+        """
+        where = f"exchange {self._channel.name!r}, step {self._sequence}"
+        for peer, work in self._works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._channel.wire.bulletin.explain(error, peer=peer, where=where) from None
+        for peer, expected, found in self._headers:
+            if not torch.equal(expected, found):
+                raise PeerError(
+                    f"{where}: rank {peer} sent (step, channel, dtype, numel) = {found.tolist()}, "
+                    f"but {expected.tolist()} was expected"
+                )
+        self._works, self._headers, self._buffers = [], [], []

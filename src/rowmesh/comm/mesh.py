@@ -1,0 +1,323 @@
+"""The mesh: the only file that makes process groups, and what a training loop needs of it."""
+
+import atexit
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+
+from rowmesh.comm.exchange import Channel, Lane, Wire
+from rowmesh.comm.ledger import Ledger
+from rowmesh.comm.status import Bulletin, sentence_of
+from rowmesh.errors import InputError, PeerError
+from rowmesh.features import empty_like
+from rowmesh.topology import Topology
+
+__all__ = ["Mesh", "init_mesh", "make_lanes"]
+
+T = TypeVar("T")
+
+
+class Mesh:
+    """Ranks, lanes between them, and the sums a loop needs. Make it with `init_mesh`.
+
+    Attributes:
+        topology: Hosts and ranks per host.
+        rank: This rank, host * local + local rank.
+        device: Where this rank's tensors live.
+        ledger: Bytes this rank has sent.
+    """
+
+    def __init__(
+        self,
+        *,
+        topology: Topology,
+        rank: int,
+        lanes: Mapping[Lane, dist.ProcessGroup],
+        store: Store | None = None,
+        device: torch.device | str = "cpu",
+        debug: bool = False,
+    ) -> None:
+        self.topology, self.rank = topology, rank
+        self.device = torch.device(device)
+        self.ledger = Ledger(topology, rank)
+        self.bulletin = Bulletin(store, rank)
+        self.wire = Wire(
+            rank=rank,
+            world=topology.world,
+            lanes=lanes,
+            ledger=self.ledger,
+            bulletin=self.bulletin,
+            debug=debug,
+        )
+        self._totals: Channel = self.wire.channel("totals", Lane.CONTROL)
+        self._gathers: Channel = self.wire.channel("gather", Lane.CONTROL)
+        self._uses = {"totals": 0, "gather": 0}
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rowmesh-comm")
+        self._samples: tuple[int, int] | None = None
+        self.num_forwards = 0
+        self.is_last_batch = False
+        self.all_last: bool | None = None
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.topology.world
+
+    def peers(self) -> list[int]:
+        """All other ranks, starting with the next one, so that not all send to rank 0 first."""
+        return [(self.rank + i) % self.world for i in range(1, self.world)]
+
+    def later(self, work: Callable[[], T]) -> "Future[T]":
+        """Run ``work`` on the communication thread, after what was given to it before.
+
+        Only what has to wait for messages goes there; posting never blocks, and a post queued
+        behind a wait could be the one a peer is waiting for (docs/notes/lanes.md).
+        """
+        return self._worker.submit(work)
+
+    def saw_counts(self, *, local: int, total: int, all_last: bool) -> None:
+        """Take note of a training forward's counts exchange."""
+        self._samples, self.all_last = (local, total), all_last
+        self.num_forwards += 1
+
+    def mean(self, losses: Tensor, *, count: int | None = None) -> Tensor:
+        """This rank's share of the mean loss: sum(losses) / B, B the global number of samples.
+
+        The sum of the shares over ranks is the mean over the global batch, and so the plain sum
+        of gradients over ranks is its gradient; nothing divides by the number of ranks. A rank
+        without samples gets a zero that still has a gradient function.
+
+        Args:
+            losses: ``[b]``, one per sample of this rank.
+            count: B, where it is not the number of samples of the last training forward.
+
+        Collective:
+            None after a training forward of a sharded collection, whose counts exchange told B.
+            Otherwise all ranks, one 8-byte sum.
+        """
+        if losses.dim() != 1:
+            raise InputError(f"mean takes one loss per sample, got shape {list(losses.shape)}")
+        if count is None and self._samples is not None:
+            local, count = self._samples
+            if len(losses) != local:
+                raise InputError(
+                    f"mean got {len(losses)} losses for a batch of {local} samples: return one "
+                    f"loss per sample, or say mean(losses, count=int(mesh.total(len(losses))))"
+                )
+        if count is None:
+            count = int(self.total(len(losses)))
+        return losses.sum() / max(count, 1)
+
+    def total(self, value: float | Tensor) -> Tensor:
+        """The sum of ``value`` over ranks, added in rank order: the same bits everywhere.
+
+        Collective:
+            All ranks, with tensors of one shape and dtype.
+        """
+        mine = torch.as_tensor(value, device=self.device).detach()
+        if mine.dtype in (torch.int32, torch.bool):
+            mine = mine.long()
+        flat = mine.reshape(-1).contiguous()
+        found = torch.empty((self.world, flat.numel()), dtype=flat.dtype, device=flat.device)
+        found[self.rank] = flat
+        self._post("totals", [(p, flat) for p in self.peers()], found)
+        result = found[0].clone()
+        for part in found[1:]:
+            result += part
+        return result.view(mine.shape)
+
+    def _post(
+        self, use: str, sends: list[tuple[int, Tensor]], found: Tensor | list[Tensor]
+    ) -> None:
+        channel = self._totals if use == "totals" else self._gathers
+        self._uses[use] += 1
+        channel.post(
+            self._uses[use],
+            sends=sends,
+            receives=[(p, found[p]) for p in self.peers()],
+            edge="counts",
+        ).wait()
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """``value`` of every rank, in rank order; pickled, so only among one program's ranks.
+
+        Collective:
+            All ranks.
+        """
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        data = data.to(self.device)
+        sizes = torch.zeros(self.world, dtype=torch.int64, device=self.device)
+        sizes[self.rank] = len(data)
+        sizes = self.total(sizes)
+        found = [data.new_empty(int(n)) for n in sizes.tolist()]
+        found[self.rank] = data
+        self._post("gather", [(p, data) for p in self.peers()], found)
+        return [pickle.loads(part.cpu().numpy().tobytes()) for part in found]
+
+    def batches(self, loader: Iterable[T], *, empty: T | None = None) -> Iterator[T]:
+        """The batches of ``loader``; empty ones once it has ended, until every rank's has.
+
+        Whether this is a rank's last batch travels in the status word of the step's counts, so
+        that ranks with loaders of different length end after the same step.
+
+        Args:
+            loader: This rank's batches.
+            empty: What to go on with; by default the last batch cut to no samples.
+
+        Collective:
+            All ranks iterate; each step runs one training forward (else one 8-byte sum).
+        """
+        iterator = iter(loader)
+        batch = next(iterator, None)
+        if batch is None and empty is None:
+            raise InputError(
+                f"rank {self.rank}: the loader gave no batch at all; pass batches(loader, "
+                f"empty=...) so that this rank can take part with no samples"
+            )
+        while True:
+            following = next(iterator, None) if batch is not None else None
+            self.is_last_batch, self.all_last = following is None, None
+            if batch is not None and empty is None and following is None:
+                empty = empty_like(batch)
+            yield batch if batch is not None else empty  # type: ignore[misc]
+            if self.all_last is None:
+                self.all_last = int(self.total(int(following is not None))) == 0
+            self.is_last_batch = False
+            if self.all_last:
+                return
+            batch = following
+
+    def fail(self, error: BaseException) -> None:
+        """Publish ``error`` as the reason of this rank's end; the other ranks will report it."""
+        if not isinstance(error, PeerError):
+            self.bulletin.publish(f"rank {self.rank} failed: {sentence_of(error)}")
+
+    def close(self) -> None:
+        """End the communication thread and leave a note that this rank ended normally."""
+        self._worker.shutdown(wait=False, cancel_futures=True)
+        self.bulletin.leave(self.num_forwards)
+
+    def __enter__(self) -> "Mesh":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            self.fail(error)
+        else:
+            self.close()
+
+
+def make_lanes(ranks: list[int], *, timeout: timedelta) -> dict[Lane, dist.ProcessGroup]:
+    """One process group per lane over ``ranks``.
+
+    Collective:
+        The ranks of the lanes.
+    """
+    lanes = {}
+    for lane in Lane:
+        group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        lanes[lane] = group
+    return lanes
+
+
+def init_mesh(
+    *,
+    hosts: int | None = None,
+    timeout_s: float = 60.0,
+    device: torch.device | str | None = None,
+    debug: bool | None = None,
+) -> Mesh:
+    """The mesh of this program: one process, or the ranks that ``torchrun`` started.
+
+    Hosts are torchrun's: rank = GROUP_RANK * LOCAL_WORLD_SIZE + LOCAL_RANK; never the hostname,
+    which emulated hosts share. An uncaught exception in a rank's main thread reaches all ranks.
+
+    Args:
+        hosts: Pretend the ranks are on so many hosts, in rank order (for tests and trials).
+        timeout_s: How long any wait may last.
+        device: Default ``cuda:LOCAL_RANK`` where CUDA is, else ``cpu``.
+        debug: Check a header with every message; default the environment's ROWMESH_DEBUG.
+
+    Collective:
+        All ranks.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if device is None:
+        device = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    debug = os.environ.get("ROWMESH_DEBUG", "") not in ("", "0") if debug is None else debug
+    if not dist.is_initialized() and "WORLD_SIZE" not in os.environ:
+        return Mesh(topology=Topology(), rank=0, lanes={}, device=device, debug=debug)
+    timeout = timedelta(seconds=timeout_s)
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timeout)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    hosts = world // local if hosts is None else hosts
+    if hosts < 1 or world % hosts:
+        raise InputError(f"{world} ranks do not divide into {hosts} hosts")
+    lanes = make_lanes(list(range(world)), timeout=timeout) if world > 1 else {}
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = PrefixStore(f"rowmesh/{attempt}", _get_default_store())
+    mesh = Mesh(
+        topology=Topology(hosts=hosts, local=world // hosts),
+        rank=rank,
+        lanes=lanes,
+        store=store,
+        device=device,
+        debug=debug,
+    )
+    _watch(mesh)
+    return mesh
+
+
+def _watch(mesh: Mesh) -> None:
+    """Publish what ends this process, and let torchrun's SIGTERM wait for the true reason."""
+    previous = sys.excepthook
+    failed = threading.Event()
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        failed.set()
+        mesh.fail(error)
+        previous(kind, error, trace)
+
+    def leave() -> None:
+        if not failed.is_set():
+            mesh.close()
+        if dist.is_initialized() and not failed.is_set():
+            dist.destroy_process_group()
+
+    def terminated(number: int, frame: Any) -> None:
+        sentence = mesh.bulletin.published()
+        if sentence is not None:
+            raise PeerError(sentence)
+        timer = threading.Timer(5.0, _end_now, args=(mesh,))
+        timer.daemon = True
+        timer.start()  # the next exchange finds the peer gone and says which; else end anyway
+
+    sys.excepthook = hook
+    atexit.register(leave)
+    if (
+        "TORCHELASTIC_RUN_ID" in os.environ
+        and threading.current_thread() is threading.main_thread()
+    ):
+        signal.signal(signal.SIGTERM, terminated)
+
+
+def _end_now(mesh: Mesh) -> None:
+    sentence = mesh.bulletin.published() or "stopped by the launcher (SIGTERM)"
+    print(f"rank {mesh.rank}: {sentence}", file=sys.stderr, flush=True)
+    os._exit(143)

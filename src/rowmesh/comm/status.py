@@ -1,0 +1,103 @@
+"""The failure protocol: one rank's sentence reaches every rank. See DESIGN, Failure.
+
+Bad input is announced in the status word of the step's first message, so all ranks raise the
+same error at the same step and may go on. Anything else is published in the store before the
+process ends; ranks that then lose the connection look there first.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+from torch.distributed.distributed_c10d import Store
+
+from rowmesh.errors import PeerError
+
+__all__ = ["Bulletin", "sentence_of"]
+
+_GRACE_S = 3.0  # how long a rank that lost a peer waits for that peer's own words
+
+
+def sentence_of(error: BaseException) -> str:
+    """``Type: message`` on one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+class Bulletin:
+    """Sentences that ranks leave for each other in the store, under this attempt's keys."""
+
+    def __init__(self, store: Store | None, rank: int) -> None:
+        self._store, self._rank = store, rank
+
+    def post_input_error(self, key: str, sentence: str) -> None:
+        """Leave this rank's complaint about its input at step ``key``."""
+        if self._store is not None:
+            self._store.set(f"input/{key}/{self._rank}", sentence)
+
+    def read_input_error(self, key: str, rank: int) -> str:
+        """What ``rank`` left with `post_input_error`."""
+        assert self._store is not None
+        return str(self._store.get(f"input/{key}/{rank}").decode())
+
+    def publish(self, sentence: str) -> str:
+        """Make ``sentence`` the cause all ranks report, unless one was published before.
+
+        Returns:
+            The sentence that counts: the first one published.
+        """
+        with self._reachable():
+            assert self._store is not None
+            if self._store.add("failure/claims", 1) == 1:
+                self._store.set("failure/sentence", sentence)
+            return self.published(wait_s=1.0) or sentence
+        return sentence
+
+    def published(self, *, wait_s: float = 0.0) -> str | None:
+        """The published cause, waiting up to ``wait_s`` for it."""
+        with self._reachable():
+            assert self._store is not None
+            deadline = time.monotonic() + wait_s
+            while not self._store.check(["failure/sentence"]):
+                if time.monotonic() >= deadline:
+                    return None
+                time.sleep(0.02)
+            return str(self._store.get("failure/sentence").decode())
+        return None
+
+    def leave(self, num_steps: int) -> None:
+        """Note that this rank ended its work normally after ``num_steps`` training forwards."""
+        with self._reachable():
+            assert self._store is not None
+            self._store.set(f"left/{self._rank}", str(num_steps))
+
+    def explain(self, error: BaseException, *, peer: int, where: str) -> PeerError:
+        """The error to raise after a transport error or time-out while waiting for ``peer``."""
+        sentence = self.published(wait_s=_GRACE_S)
+        if sentence is None:
+            sentence = self.publish(self._guess(error, peer, where))
+        return PeerError(sentence)
+
+    def _guess(self, error: BaseException, peer: int, where: str) -> str:
+        with self._reachable():
+            assert self._store is not None
+            if self._store.check([f"left/{peer}"]):
+                steps = self._store.get(f"left/{peer}").decode()
+                return (
+                    f"rank {peer} finished after {steps} training steps while rank {self._rank} "
+                    f"still had batches: iterate over mesh.batches(loader), which lets ranks with "
+                    f"less data go on empty-handed"
+                )
+        text = str(error).lower()
+        if "timed out" in text or "timeout" in text:
+            return f"rank {peer} did not answer rank {self._rank} in time during {where}"
+        return (
+            f"rank {peer} is gone: its connection to rank {self._rank} closed during {where}, and "
+            f"it left no message (killed, or crashed outside Python)"
+        )
+
+    @contextlib.contextmanager
+    def _reachable(self) -> Iterator[None]:
+        """Swallow the errors of a store that is gone or was never there."""
+        with contextlib.suppress(RuntimeError, AssertionError):
+            yield

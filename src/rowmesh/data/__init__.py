@@ -1,0 +1,5 @@
+"""Data to train on: synthetic clicks with a planted truth."""
+
+from rowmesh.data.synthetic import CRITEO_KAGGLE, EVAL_STEP, LabelModel, SyntheticClicks
+
+__all__ = ["CRITEO_KAGGLE", "EVAL_STEP", "LabelModel", "SyntheticClicks"]

@@ -1,0 +1,55 @@
+"""Every exception rowmesh raises on purpose.
+
+::
+
+    RowmeshError
+    ├── InputError        a batch, a table or an option is wrong (also a ValueError)
+    ├── PlanError         a plan is not valid, or not for this model and mesh (also a ValueError)
+    │   └── NotExecutable a valid plan that this version's runtime cannot run yet
+    ├── StepError         forward, backward and step were called in an order that has no meaning
+    └── PeerError         another rank failed, left or went silent (also a RuntimeError)
+"""
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "InputError",
+    "NotExecutable",
+    "PeerError",
+    "PlanError",
+    "RowmeshError",
+    "StepError",
+    "did_you_mean",
+]
+
+
+class RowmeshError(Exception):
+    """Base of all errors raised by rowmesh."""
+
+
+class InputError(RowmeshError, ValueError):
+    """A batch, a table or an option is wrong; the message names the value and the limit."""
+
+
+class PlanError(RowmeshError, ValueError):
+    """A plan breaks a rule of the format, or does not fit the model or the mesh."""
+
+
+class NotExecutable(PlanError):  # noqa: N818 - reads as the statement it makes
+    """A valid plan asks for something the runtime of this version does not run yet."""
+
+
+class StepError(RowmeshError, RuntimeError):
+    """The order of forward, backward, step and zero_grad has no meaning."""
+
+
+class PeerError(RowmeshError, RuntimeError):
+    """Another rank failed, left or did not answer; the message is that rank's sentence."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """``": did you mean 'x'?"`` for the nearest known word, else the list of known words."""
+    names = sorted(known)
+    near = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    return f": did you mean {near[0]!r}?" if near else f": known are {', '.join(names)}"

@@ -1,0 +1,152 @@
+"""From jagged features to flat bags: the ids of chosen readers, in the order of the output."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rowmesh.errors import InputError, did_you_mean
+from rowmesh.features import KeyedJaggedTensor
+from rowmesh.tables import TableConfig
+
+__all__ = ["Bags", "Reader", "as_features", "check_ids", "flatten", "readers_of"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reader:
+    """One feature reading one table: one block of output columns, or one sequence."""
+
+    feature: str
+    table: int
+    name: str
+
+
+def readers_of(tables: Sequence[TableConfig]) -> list[Reader]:
+    """Readers in output order; a feature that reads several tables is called feature@table."""
+    names = [f for t in tables for f in t.feature_names]
+    return [
+        Reader(feature=f, table=i, name=f if names.count(f) == 1 else f"{f}@{table.name}")
+        for i, table in enumerate(tables)
+        for f in table.feature_names
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bags:
+    """Ids of R readers for B samples, flattened.
+
+    Pooled readers are laid out sample-major (bag = sample * R + reader), so that the sums are
+    ``[B, R * D]`` without a copy; sequences reader-major, one bag per id.
+
+    Args:
+        ids: ``[n]`` int64.
+        reader: ``[n]`` reader of each id, an index into the readers asked for.
+        bag: ``[n]`` int32 bag of each id, ascending.
+        lengths: ``[bags]`` ids per bag.
+        weights: ``[n]`` fp32 or None.
+    """
+
+    ids: Tensor
+    reader: Tensor
+    bag: Tensor
+    lengths: Tensor
+    weights: Tensor | None
+
+
+def as_features(features: object) -> KeyedJaggedTensor:
+    """``features`` as our `KeyedJaggedTensor`; TorchRec's is taken by its methods.
+
+    Raises:
+        InputError: If it is not jagged features, or ids or lengths are not integers.
+    """
+    if not isinstance(features, KeyedJaggedTensor):
+        parts = [getattr(features, m, None) for m in ("keys", "values", "lengths", "stride")]
+        if not all(callable(p) for p in parts):
+            raise InputError(
+                f"features must be a KeyedJaggedTensor, got {type(features).__name__}; "
+                f"KeyedJaggedTensor.from_dense turns plain id columns into one"
+            )
+        keys, values, lengths, stride = (p() for p in parts)  # type: ignore[misc]
+        weights = getattr(features, "weights_or_none", lambda: None)()
+        features = KeyedJaggedTensor(keys, values, weights, lengths=lengths, stride=stride)
+    for what, tensor in (("ids", features.values()), ("lengths", features.lengths())):
+        if tensor.dtype not in (torch.int32, torch.int64):
+            raise InputError(f"{what} must be int32 or int64, got {tensor.dtype}")
+    return features
+
+
+def flatten(
+    features: KeyedJaggedTensor, readers: Sequence[Reader], *, pooled: bool, weighted: bool
+) -> Bags:
+    """The bags of ``readers``.
+
+    Raises:
+        InputError: If a feature is missing, lengths do not add up, or weights are missing, not
+            fp32, or expect a gradient.
+    """
+    keys = {key: k for k, key in enumerate(features.keys())}
+    for reader in readers:
+        if reader.feature not in keys:
+            raise InputError(
+                f"feature {reader.feature!r} is missing from the batch"
+                f"{did_you_mean(reader.feature, keys)}"
+            )
+    values, lengths, stride = features.values(), features.lengths(), features.stride()
+    device = values.device
+    total = int(lengths.sum())
+    if total != values.numel() or (len(lengths) and int(lengths.min()) < 0):
+        raise InputError(f"lengths add up to {total}, but {values.numel()} ids were given")
+    chosen = torch.tensor([keys[r.feature] for r in readers], device=device)
+    begins = features.offsets()[:-1].view(len(keys), stride).index_select(0, chosen)
+    counts = lengths.view(len(keys), stride).index_select(0, chosen).long()
+    if pooled:
+        begins, counts = begins.t(), counts.t()
+    begins, counts = begins.reshape(-1), counts.reshape(-1)
+    ends = torch.cumsum(counts, 0)
+    num_ids = int(ends[-1]) if len(ends) else 0
+    bag = torch.repeat_interleave(
+        torch.arange(len(counts), device=device), counts, output_size=num_ids
+    )
+    source = torch.arange(num_ids, device=device) + (begins - ends + counts).index_select(0, bag)
+    of_reader = bag % len(readers) if pooled else bag // max(stride, 1)
+    weights = _weights(features, source) if weighted else None
+    if not pooled:
+        bag, counts = torch.arange(num_ids, device=device), counts.new_ones(num_ids)
+    return Bags(
+        ids=values.index_select(0, source).long(),
+        reader=of_reader,
+        bag=bag.to(torch.int32),
+        lengths=counts,
+        weights=weights,
+    )
+
+
+def _weights(features: KeyedJaggedTensor, source: Tensor) -> Tensor:
+    weights = features.weights_or_none()
+    if weights is None:
+        raise InputError("a weighted collection needs per-sample weights in its features")
+    if weights.dtype != torch.float32 or weights.requires_grad:
+        raise InputError(
+            f"per-sample weights are data: fp32 without gradient, got {weights.dtype}, "
+            f"requires_grad={weights.requires_grad}"
+        )
+    return weights.index_select(0, source)
+
+
+def check_ids(
+    bags: Bags, readers: Sequence[Reader], tables: Sequence[TableConfig], *, pooled: bool
+) -> None:
+    """Raise `InputError` for the first id outside its table."""
+    rows = torch.tensor([tables[r.table].num_embeddings for r in readers], device=bags.ids.device)
+    bad = (bags.ids < 0) | (bags.ids >= rows.index_select(0, bags.reader))
+    if not bool(bad.any()):
+        return
+    i = int(bad.nonzero()[0])
+    reader = readers[int(bags.reader[i])]
+    table = tables[reader.table]
+    place = f"sample {int(bags.bag[i]) // len(readers)}" if pooled else f"position {i}"
+    raise InputError(
+        f"feature {reader.feature!r}, {place}: id {int(bags.ids[i])} is outside table "
+        f"{table.name!r} ({table.num_embeddings} rows)"
+    )

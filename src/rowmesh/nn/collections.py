@@ -1,0 +1,192 @@
+"""Embedding collections for one device: one lookup for all tables of a dim and dtype.
+
+`rowmesh.shard` swaps the engine behind ``forward``; the module the user wrote stays.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from rowmesh.errors import InputError
+from rowmesh.features import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from rowmesh.nn.bags import Reader, readers_of
+from rowmesh.nn.init import fill_initial_values
+from rowmesh.nn.local import LocalEngine
+from rowmesh.tables import EmbeddingBagConfig, EmbeddingConfig, PoolingType, TableConfig
+
+__all__ = ["EmbeddingBagCollection", "EmbeddingCollection", "Engine", "Piece"]
+
+Piece = tuple[Sequence[int], Tensor]
+"""Readers (indices into the collection's) and their vectors, one per bag, before any mean."""
+
+
+class Engine(Protocol):
+    """What stands behind a collection's forward: local tables, or shards on a mesh."""
+
+    def __call__(self, features: Any) -> tuple[KeyedJaggedTensor, list[Piece]]:
+        """The checked features, and the vectors of every reader."""
+
+
+class Table(nn.Module):
+    """One table; its ``weight`` is a view of the stack it shares with tables of its dim."""
+
+    def __init__(self, config: TableConfig, *, device: torch.device) -> None:
+        super().__init__()
+        shape = (config.num_embeddings, config.embedding_dim)
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(shape, dtype=config.data_type, device=device))
+
+    def extra_repr(self) -> str:
+        """Rows and columns."""
+        return f"{self.config.num_embeddings}, {self.config.embedding_dim}"
+
+
+class _Collection(nn.Module):
+    """What bags and sequences share: tables, their initial values, and the engine."""
+
+    pooled: bool
+
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        *,
+        device: torch.device | str | None,
+        is_weighted: bool,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        names = [t.name for t in tables]
+        if not tables or len(set(names)) != len(names):
+            raise InputError(f"a collection needs tables of different names, got {names}")
+        if any(not t.feature_names for t in tables):
+            raise InputError("every table needs at least one feature that reads it")
+        device = torch.device("cpu" if device is None else device)
+        self.seed, self.is_weighted = seed, is_weighted
+        self._configs = list(tables)
+        self.readers: list[Reader] = readers_of(tables)
+        modules = nn.ModuleDict({t.name: Table(t, device=device) for t in tables})
+        self.add_module(self.table_attribute, modules)
+        for config in tables if device.type != "meta" else ():
+            weight = self.table_modules()[config.name].weight
+            assert isinstance(weight, Tensor)
+            rows = torch.arange(config.num_embeddings, device=device)
+            fill_initial_values(weight.detach(), config, rows, seed=seed)
+        self.engine: Engine = LocalEngine(self)
+
+    @property
+    def table_attribute(self) -> str:
+        """TorchRec's name for the dict of tables, so that state-dict keys agree."""
+        return "embedding_bags" if self.pooled else "embeddings"
+
+    def table_modules(self) -> nn.ModuleDict:
+        """The tables by name; empty once the collection is sharded."""
+        modules = getattr(self, self.table_attribute)
+        assert isinstance(modules, nn.ModuleDict)
+        return modules
+
+    def configs(self) -> list[TableConfig]:
+        """The tables, in the order given."""
+        return list(self._configs)
+
+
+class EmbeddingBagCollection(_Collection):
+    """Pooled embeddings of several features, TorchRec's surface.
+
+    A bag's vector is the sum of its rows (times their weights), added in the order of the ids;
+    for mean pooling it is divided once by the bag's length. Empty bags give zeros. Gradients of
+    the tables are sparse, coalesced, added in sample order.
+
+    Args:
+        tables: Their configurations.
+        device: ``"meta"`` builds without memory; `rowmesh.shard` then makes each rank's rows.
+        is_weighted: Features carry a weight per id (sum pooling only).
+        seed: Of the initial values.
+    """
+
+    pooled = True
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingBagConfig],
+        *,
+        device: torch.device | str | None = None,
+        is_weighted: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(tables, device=device, is_weighted=is_weighted, seed=seed)
+        self._poolings = [t.pooling for t in tables]
+        if is_weighted and PoolingType.MEAN in self._poolings:
+            raise InputError("per-sample weights go with sum pooling: a table asks for the mean")
+
+    def embedding_bag_configs(self) -> list[TableConfig]:
+        """The tables."""
+        return self.configs()
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """``[B, columns]`` of every reader, in the order of the tables and their features."""
+        features, pieces = self.engine(features)
+        stride = features.stride()
+        names = [r.name for r in self.readers]
+        dims = [self._configs[r.table].embedding_dim for r in self.readers]
+        pieces = [
+            (r, self._mean(features, r, v).view(stride, len(r) * v.shape[1])) for r, v in pieces
+        ]
+        if len(pieces) == 1:
+            return KeyedTensor(names, dims, pieces[0][1])
+        blocks: dict[int, Tensor] = {}
+        for members, vectors in pieces:
+            blocks |= zip(members, vectors.split([dims[r] for r in members], dim=1), strict=True)
+        return KeyedTensor(names, dims, torch.cat([blocks[r] for r in range(len(dims))], dim=1))
+
+    def _mean(self, features: KeyedJaggedTensor, members: Sequence[int], sums: Tensor) -> Tensor:
+        """Divide the bags of mean readers by their full length; the others by one."""
+        means = [self._poolings[self.readers[r].table] is PoolingType.MEAN for r in members]
+        if not any(means):
+            return sums
+        keys = {key: k for k, key in enumerate(features.keys())}
+        chosen = [keys[self.readers[r].feature] for r in members]
+        lengths = features.lengths().view(len(keys), features.stride())[chosen].t()
+        mask = torch.tensor(means, device=sums.device)
+        divisor = torch.where(mask, lengths.clamp(min=1), 1).reshape(-1, 1)
+        return sums / divisor.to(sums.dtype)
+
+
+class EmbeddingCollection(_Collection):
+    """Embeddings of sequences: one vector per id, TorchRec's surface.
+
+    Args:
+        tables: Their configurations.
+        device: As for `EmbeddingBagCollection`.
+        seed: Of the initial values.
+    """
+
+    pooled = False
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingConfig],
+        *,
+        device: torch.device | str | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(tables, device=device, is_weighted=False, seed=seed)
+
+    def embedding_configs(self) -> list[TableConfig]:
+        """The tables."""
+        return self.configs()
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """A `JaggedTensor` of vectors for every reader, with the lengths of its feature."""
+        features, pieces = self.engine(features)
+        keys = {key: k for k, key in enumerate(features.keys())}
+        lengths = features.lengths().view(len(keys), features.stride())
+        totals = lengths.sum(1).tolist()
+        found: dict[int, JaggedTensor] = {}
+        for members, vectors in pieces:
+            rows = [keys[self.readers[r].feature] for r in members]
+            parts = vectors.split([totals[k] for k in rows])
+            for r, k, part in zip(members, rows, parts, strict=True):
+                found[r] = JaggedTensor(part, lengths[k])
+        return {reader.name: found[r] for r, reader in enumerate(self.readers)}

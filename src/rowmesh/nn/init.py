@@ -1,0 +1,56 @@
+"""Initial values as a counter-based hash, so that every plan and world size starts equal.
+
+No generator state, no broadcast: each rank makes just the rows it holds.
+"""
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from rowmesh.tables import TableConfig
+
+__all__ = ["fill_initial_values", "initial_values"]
+
+_GOLDEN = -0x61C8864680B583EB  # 2^64 / golden ratio, as a signed 64-bit integer
+_MIX_1 = -0x40A7B892E31B1A47  # the multipliers of SplitMix64's finaliser
+_MIX_2 = -0x6B2FB644ECCEEE15
+_CHUNK_ELEMENTS = 1 << 18  # keeps the int64 intermediates of a chunk inside the cache
+
+
+def initial_values(config: TableConfig, rows: Tensor, *, seed: int) -> Tensor:
+    """Values of ``rows`` before the first step: uniform in ``config.init_range()``.
+
+    value(r, c) = low + (high - low) * u, where u takes the top 24 bits of
+    mix(mix(key + r * golden) + (c + 1) * golden), key a digest of (seed, table name), and mix
+    SplitMix64's finaliser. It depends on (seed, table, row, column) and nothing else.
+
+    Args:
+        config: The table.
+        rows: ``[n]`` int64 row numbers.
+        seed: Of the model.
+
+    Returns:
+        ``[n, embedding_dim]`` in fp32 on the device of ``rows``.
+    """
+    digest = hashlib.sha256(f"{seed}/{config.name}".encode()).digest()[:8]
+    key = int.from_bytes(digest, "little", signed=True)
+    columns = torch.arange(1, config.embedding_dim + 1, device=rows.device)
+    low, high = config.init_range()
+    bits = _mix(_mix(rows * _GOLDEN + key).unsqueeze(1) + columns * _GOLDEN)
+    uniform = ((bits >> 40) & 0xFFFFFF).to(torch.float32).mul_(2.0**-24)
+    return uniform.mul_(high - low).add_(low)
+
+
+def fill_initial_values(out: Tensor, config: TableConfig, rows: Tensor, *, seed: int) -> None:
+    """Write the initial values of ``rows`` into ``out``, a chunk at a time."""
+    step = max(1, _CHUNK_ELEMENTS // config.embedding_dim)
+    for start in range(0, len(rows), step):
+        part = rows[start : start + step]
+        out[start : start + step] = initial_values(config, part, seed=seed)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MIX_1
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _MIX_2
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)

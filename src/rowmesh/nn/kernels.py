@@ -1,0 +1,93 @@
+"""The three sums everything is made of: pool a bag, add runs of equal keys, coalesce rows.
+
+Each adds in the order given, from zero, in fp32; the runtime and the oracle both call these,
+which is why they agree to the bit. See docs/exactness.md.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["coalesce", "pool", "run_starts"]
+
+
+def pool(
+    source: Tensor, positions: Tensor, starts: Tensor, weights: Tensor | None = None
+) -> Tensor:
+    """``out[b] = sum of weights[i] * source[positions[i]]``, i from starts[b] to starts[b + 1].
+
+    Args:
+        source: ``[n, D]``; low precision is widened before the sum.
+        positions: ``[m]`` int32 (faster) or int64 rows of ``source``.
+        starts: ``[bags]`` of the same dtype: where each bag begins; the last ends at m.
+        weights: ``[m]`` fp32, or None for 1.
+
+    Returns:
+        ``[bags, D]`` fp32; zeros for an empty bag.
+    """
+    if len(starts) == 0 or len(positions) == 0:
+        return source.new_zeros((len(starts), source.shape[1]), dtype=torch.float32)
+    if source.dtype != torch.float32:
+        source = source.index_select(0, positions).float()
+        positions = torch.arange(len(source), dtype=positions.dtype, device=source.device)
+    return F.embedding_bag(positions, source, starts, mode="sum", per_sample_weights=weights)
+
+
+def run_starts(*keys: Tensor) -> Tensor:
+    """Where a new run begins in sorted ``keys``: positions at which any of them changes."""
+    first = torch.ones_like(keys[0], dtype=torch.bool)
+    if len(first):
+        changed = first[1:]
+        torch.ne(keys[0][1:], keys[0][:-1], out=changed)
+        for key in keys[1:]:
+            changed |= key[1:] != key[:-1]
+    return first.nonzero().squeeze(1).to(torch.int32)
+
+
+def coalesce(
+    rows: Tensor,
+    values: Tensor,
+    *,
+    index: Tensor | None = None,
+    weights: Tensor | None = None,
+    labels: Sequence[Tensor] = (),
+) -> tuple[Tensor, Tensor]:
+    """Add the values of each row, in a tree: equal first label, then equal second, ..., then all.
+
+    Occurrence i brings ``weights[i] * values[index[i]]`` to row ``rows[i]``. Within a node of
+    the tree occurrences are added in the order given; the labels of a row must come in runs.
+
+    Args:
+        rows: ``[n]`` row of each occurrence, in any order.
+        values: ``[m, D]`` fp32.
+        index: ``[n]`` row of ``values`` for each occurrence; None for 0 .. n - 1.
+        weights: ``[n]`` fp32, or None for 1.
+        labels: Each ``[n]``, finest first: e.g. the rank an occurrence came from.
+
+    Returns:
+        The distinct rows, ascending, and their sums ``[distinct, D]``.
+    """
+    rows, order = torch.sort(rows, stable=True)
+    labels = [label.index_select(0, order) for label in labels]
+    position = (order if index is None else index.index_select(0, order)).to(torch.int32)
+    if weights is not None:
+        weights = weights.index_select(0, order)
+    for level in range(len(labels) + 1):
+        starts = run_starts(rows, *labels[level:])
+        if len(starts) == len(rows) and weights is None:
+            continue  # nothing to add at this level
+        values = pool(values, position, starts, weights)
+        position = torch.arange(len(starts), dtype=torch.int32, device=values.device)
+        rows, weights = rows.index_select(0, starts), None
+        labels = [label.index_select(0, starts) for label in labels]
+    if len(position) and not _is_identity(position, len(values)):
+        values = values.index_select(0, position)
+    return rows, values[: len(rows)]
+
+
+def _is_identity(position: Tensor, length: int) -> bool:
+    return len(position) == length and bool(
+        (position == torch.arange(length, dtype=position.dtype, device=position.device)).all()
+    )

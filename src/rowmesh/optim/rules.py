@@ -1,0 +1,173 @@
+"""The rules, each on (weight, state, rows, gradient): rows distinct, gradients summed.
+
+All arithmetic is in fp32, also for fp16 and bf16 tables, whose new values are rounded to
+nearest. A row that no sample touched does not change, nor does its state. Only operations that
+round each element by itself are used (no fused multiply-add, no vectorised pow, whose last bit
+depends on where in a tensor an element lies): a row's new value depends on that row alone.
+"""
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rowmesh.errors import InputError
+
+__all__ = ["SGD", "Adagrad", "Adam", "RowwiseAdagrad", "UpdateRule"]
+
+State = Mapping[str, Tensor]
+
+
+class UpdateRule(Protocol):
+    """One step for the touched rows of a table (or of a stack of tables)."""
+
+    @property
+    def lr(self) -> float:
+        """Learning rate; the optimiser's param group may change it from step to step."""
+
+    def new_state(self, num_rows: int, dim: int, *, device: torch.device) -> dict[str, Tensor]:
+        """Zero state: each tensor has one entry, or one row of ``dim``, per table row."""
+
+    def update(self, weight: Tensor, state: State, rows: Tensor, grad: Tensor, lr: float) -> None:
+        """Apply one step in place.
+
+        Args:
+            weight: ``[num_rows, dim]``.
+            state: What `new_state` made.
+            rows: ``[n]`` distinct rows.
+            grad: ``[n, dim]`` fp32, the sum over all samples.
+            lr: Learning rate of this step.
+        """
+
+
+def _positive(rule: object, **values: float) -> None:
+    for name, value in values.items():
+        if not value >= 0.0:
+            raise InputError(f"{type(rule).__name__}: {name} must not be negative, got {value}")
+
+
+def _move(weight: Tensor, rows: Tensor, delta: Tensor) -> None:
+    """``weight[rows] += delta``, rounded to nearest where the table is low precision."""
+    if weight.dtype == torch.float32:
+        weight.index_add_(0, rows, delta)
+    else:
+        new = weight.index_select(0, rows).float().add_(delta)
+        weight.index_copy_(0, rows, new.to(weight.dtype))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SGD:
+    """``w -= lr * g``."""
+
+    lr: float = 0.01
+
+    def __post_init__(self) -> None:
+        _positive(self, lr=self.lr)
+
+    def new_state(self, num_rows: int, dim: int, *, device: torch.device) -> dict[str, Tensor]:
+        """None."""
+        return {}
+
+    def update(self, weight: Tensor, state: State, rows: Tensor, grad: Tensor, lr: float) -> None:
+        """One step."""
+        _move(weight, rows, grad * -lr)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowwiseAdagrad:
+    """Row-wise AdaGrad: ``v += mean_d(g_d^2)``; ``w -= lr * g / (sqrt(v) + eps)``.
+
+    One float of state per row.
+    """
+
+    lr: float = 0.01
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        _positive(self, lr=self.lr, eps=self.eps)
+
+    def new_state(self, num_rows: int, dim: int, *, device: torch.device) -> dict[str, Tensor]:
+        """``v``: one float a row."""
+        return {"v": torch.zeros(num_rows, device=device)}
+
+    def update(self, weight: Tensor, state: State, rows: Tensor, grad: Tensor, lr: float) -> None:
+        """One step."""
+        squares = grad.square().sum(1).div_(grad.shape[1])
+        moment = squares.add_(state["v"].index_select(0, rows))
+        state["v"].index_copy_(0, rows, moment)
+        scale = -lr / moment.sqrt().add_(self.eps)
+        _move(weight, rows, grad * scale.unsqueeze(1))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adagrad:
+    """Element-wise AdaGrad: ``v_d += g_d^2``; ``w_d -= lr * g_d / (sqrt(v_d) + eps)``."""
+
+    lr: float = 0.01
+    eps: float = 1e-10
+
+    def __post_init__(self) -> None:
+        _positive(self, lr=self.lr, eps=self.eps)
+
+    def new_state(self, num_rows: int, dim: int, *, device: torch.device) -> dict[str, Tensor]:
+        """``v``: one float an element."""
+        return {"v": torch.zeros(num_rows, dim, device=device)}
+
+    def update(self, weight: Tensor, state: State, rows: Tensor, grad: Tensor, lr: float) -> None:
+        """One step."""
+        moment = grad.square().add_(state["v"].index_select(0, rows))
+        state["v"].index_copy_(0, rows, moment)
+        _move(weight, rows, grad.mul(-lr).div_(moment.sqrt_().add_(self.eps)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adam:
+    """Adam on touched rows, each with its own step count t.
+
+    ``m = b1 m + (1 - b1) g``; ``v = b2 v + (1 - b2) g^2``;
+    ``w -= lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)``. Untouched rows keep m, v, t.
+    """
+
+    lr: float = 0.001
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        _positive(self, lr=self.lr, eps=self.eps)
+        if not all(0.0 <= b < 1.0 for b in self.betas):
+            raise InputError(f"Adam: betas must be in [0, 1), got {self.betas}")
+
+    def new_state(self, num_rows: int, dim: int, *, device: torch.device) -> dict[str, Tensor]:
+        """``m`` and ``v``: one float an element; ``t``: one float a row."""
+        return {
+            "m": torch.zeros(num_rows, dim, device=device),
+            "v": torch.zeros(num_rows, dim, device=device),
+            "t": torch.zeros(num_rows, device=device),
+        }
+
+    def update(self, weight: Tensor, state: State, rows: Tensor, grad: Tensor, lr: float) -> None:
+        """One step."""
+        b1, b2 = self.betas
+        first = state["m"].index_select(0, rows).mul_(b1).add_(grad * (1 - b1))
+        second = state["v"].index_select(0, rows).mul_(b2).add_(grad.square().mul_(1 - b2))
+        count = state["t"].index_select(0, rows).add_(1)
+        for name, value in (("m", first), ("v", second), ("t", count)):
+            state[name].index_copy_(0, rows, value)
+        root = second.div_(_unbias(b2, count)).sqrt_().add_(self.eps)
+        _move(weight, rows, first.div_(_unbias(b1, count)).div_(root).mul_(-lr))
+
+
+def _unbias(beta: float, count: Tensor) -> Tensor:
+    """``1 - beta^t`` per row, from a table that ends where the value is 1 in fp32."""
+    table = _unbias_table(beta).to(count.device)
+    return table.index_select(0, count.clamp(max=len(table) - 1).long()).unsqueeze(1)
+
+
+@functools.cache
+def _unbias_table(beta: float) -> Tensor:
+    last = 2 if beta == 0.0 else math.ceil(-26 * math.log(2) / math.log(beta)) + 1
+    return torch.tensor([1 - beta**t for t in range(last + 1)], dtype=torch.float32)

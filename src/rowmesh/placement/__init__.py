@@ -1,0 +1,40 @@
+"""The plan: where every row of every table lives, as a frozen value with a JSON form."""
+
+from rowmesh.placement.document import load_plan, plan_from_json, plan_to_json, save_plan
+from rowmesh.placement.homes import Homes
+from rowmesh.placement.plan import (
+    PLAN_VERSION,
+    Codec,
+    Copies,
+    Exactness,
+    Exchange,
+    HotSet,
+    MeshShape,
+    Plan,
+    Predicted,
+    Split,
+    Sync,
+    TablePlan,
+    Tier,
+)
+
+__all__ = [
+    "PLAN_VERSION",
+    "Codec",
+    "Copies",
+    "Exactness",
+    "Exchange",
+    "Homes",
+    "HotSet",
+    "MeshShape",
+    "Plan",
+    "Predicted",
+    "Split",
+    "Sync",
+    "TablePlan",
+    "Tier",
+    "load_plan",
+    "plan_from_json",
+    "plan_to_json",
+    "save_plan",
+]

@@ -1,0 +1,258 @@
+"""The words of a plan. What they must obey is in `rowmesh.placement.rules`."""
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Literal
+
+from rowmesh.placement.homes import Homes
+from rowmesh.tables import BYTES_OF, PoolingType, parse_dtype
+from rowmesh.topology import Topology
+
+__all__ = [
+    "PLAN_VERSION",
+    "Codec",
+    "Copies",
+    "Exactness",
+    "Exchange",
+    "HotSet",
+    "MeshShape",
+    "Plan",
+    "Predicted",
+    "Split",
+    "Sync",
+    "TablePlan",
+    "Tier",
+]
+
+PLAN_VERSION = 1
+
+
+class Copies(StrEnum):
+    """How many copies of a row exist: one a rank, one a host, or one a shard group."""
+
+    WORLD = "world"
+    HOST = "host"
+    GROUP = "group"
+
+
+class Exchange(StrEnum):
+    """What travels: distinct rows (pooled where the sample is), or vectors pooled by owners."""
+
+    ROWS = "rows"
+    POOLED = "pooled"
+
+
+class Exactness(StrEnum):
+    """How a plan's training relates to the oracle's (docs/exactness.md)."""
+
+    E0 = "E0"
+    E1 = "E1"
+    E2 = "E2"
+    E3 = "E3"
+    E4 = "E4"
+
+    @property
+    def meaning(self) -> str:
+        """One line for people."""
+        return {
+            "E0": "bit-equal to the oracle",
+            "E1": "equal to the oracle within a stated tolerance",
+            "E2": "same model, another optimiser trajectory",
+            "E3": "lossy numbers on the wire",
+            "E4": "another model",
+        }[self.value]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshShape:
+    """``hosts`` x ``local`` ranks in shard groups of ``group`` ranks.
+
+    Contiguous groups are [m*N, (m+1)*N), strided ones {r : r mod M == m}.
+    """
+
+    hosts: int
+    local: int
+    group: int
+    layout: Literal["contiguous", "strided"] = "contiguous"
+
+    @property
+    def topology(self) -> Topology:
+        """Hosts and local ranks alone."""
+        return Topology(hosts=self.hosts, local=self.local)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HotSet:
+    """A set of rows kept in a sidecar file of sorted ids."""
+
+    count: int
+    sha256: str
+    file: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """How one copy is cut. ``whole``: not at all. ``boxes``: k column blocks times row shards
+    over ``all`` ranks of the tier, over one ``host``'s ranks, or ``none`` (columns only)."""
+
+    kind: Literal["whole", "boxes"] = "whole"
+    columns: int = 1
+    rows: Literal["all", "host", "none"] = "none"
+
+    @property
+    def word(self) -> str:
+        """The usual name of the split."""
+        if self.kind == "whole":
+            return "whole"
+        names = {(False, "all"): "row-wise", (True, "none"): "column-wise"}
+        names |= {(False, "host"): "table-row-wise", (True, "host"): "grid"}
+        return names.get((self.columns > 1, self.rows), f"boxes({self.columns}, {self.rows})")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tier:
+    """Some rows of a table, their copies, and the ranks one copy is spread over.
+
+    ``rows`` is a hot set or the ``"rest"``. ``copies=WORLD`` lists every rank: each holds the
+    rows, and rank owner(r) adds up the gradients of row r.
+    """
+
+    ranks: tuple[int, ...]
+    copies: Copies = Copies.GROUP
+    split: Split = field(default_factory=Split)
+    rows: HotSet | Literal["rest"] = "rest"
+    store: Literal["ram", "ssd"] = "ram"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TablePlan:
+    """One table: what it is, and its tiers.
+
+    ``virtual_shards`` (S) is fixed when the table is created and never changes with the plan.
+    """
+
+    name: str
+    collection: str
+    num_embeddings: int
+    embedding_dim: int
+    data_type: Literal["fp32", "fp16", "bf16"]
+    pooling: PoolingType
+    feature_names: tuple[str, ...]
+    virtual_shards: int
+    tiers: tuple[Tier, ...]
+    exchange: Exchange = Exchange.ROWS
+    dedup: bool = True
+    trainable: bool = True
+    weighted: bool = False
+    tower: str | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of weights."""
+        return self.embedding_dim * BYTES_OF[parse_dtype(self.data_type)]
+
+    @property
+    def rest(self) -> Tier:
+        """The tier of all rows that no hot set names."""
+        return self.tiers[-1]
+
+    def homes(self) -> Homes:
+        """Owners and slots of the rest's rows, as indices into its ranks."""
+        return Homes(self.num_embeddings, self.virtual_shards, len(self.rest.ranks))
+
+    @property
+    def word(self) -> str:
+        """The split as people say it: data-parallel, table-wise, row-wise, ..."""
+        words = []
+        for tier in self.tiers:
+            whole = "data-parallel" if tier.copies is Copies.WORLD else "table-wise"
+            word = whole if tier.split.kind == "whole" else tier.split.word
+            hot = "" if tier.rows == "rest" else f"hot {tier.rows.count:,} "
+            words.append(f"{hot}{word}" + (" per host" if tier.copies is Copies.HOST else ""))
+        return " + ".join(words)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Codec:
+    """A stack of encodings on one edge, e.g. ``("threshold(0.01, 1000)", "bf16")``."""
+
+    edge: str
+    stack: tuple[str, ...] = ("fp32",)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sync:
+    """How replica groups are kept together when the shard group is smaller than the world."""
+
+    mode: Literal["gradients", "weights", "moments-first"] = "gradients"
+    period: int = 1
+    form: Literal["sparse", "dense"] = "sparse"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Predicted:
+    """Expected bytes that leave a rank in a step, by link class, and seconds if calibrated."""
+
+    host_bytes: float = 0.0
+    cross_bytes: float = 0.0
+    step_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Where everything lives and how it travels. Planners make it, the runtime executes it.
+
+    ``dense`` holds the elements of each dense gradient bucket; ``tree`` is the order in which
+    gradients of different ranks are added: ``flat`` (rank order) or ``host-first``.
+    """
+
+    mesh: MeshShape
+    tables: tuple[TablePlan, ...]
+    dense: tuple[int, ...] = ()
+    tree: Literal["flat", "host-first"] = "flat"
+    towers: tuple[str, ...] = ()
+    codecs: tuple[Codec, ...] = ()
+    sync: Sync = field(default_factory=Sync)
+    predicted: Predicted = field(default_factory=Predicted)
+    seed: int = 0
+    version: int = PLAN_VERSION
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the topology this plan is for."""
+        return self.mesh.topology.fingerprint()
+
+    @property
+    def exactness(self) -> Exactness:
+        """The weakest promise of any part of the plan."""
+        from rowmesh.placement.rules import exactness
+
+        return exactness(self)
+
+    def validate(self) -> "Plan":
+        """This plan, if it obeys the rules of the format.
+
+        Raises:
+            PlanError: Names the table, the value, the limit and the way out.
+        """
+        from rowmesh.placement.rules import check
+
+        check(self)
+        return self
+
+    def table(self, name: str) -> TablePlan:
+        """The plan of one table."""
+        return next(t for t in self.tables if t.name == name)
+
+    def with_exchange(self, exchange: Exchange) -> "Plan":
+        """The same placement with another exchange wherever pooling allows one."""
+        tables = tuple(
+            t if t.pooling is PoolingType.NONE else replace(t, exchange=exchange)
+            for t in self.tables
+        )
+        return replace(self, tables=tables)
+
+    def __str__(self) -> str:
+        from rowmesh.placement.text import render
+
+        return render(self)

@@ -1,0 +1,144 @@
+"""The rules a plan obeys, and the exactness that follows from its settings."""
+
+import re
+
+from rowmesh.errors import PlanError
+from rowmesh.placement.plan import (
+    PLAN_VERSION,
+    Copies,
+    Exactness,
+    Exchange,
+    HotSet,
+    MeshShape,
+    Plan,
+    TablePlan,
+    Tier,
+)
+from rowmesh.tables import PoolingType
+
+__all__ = ["CODEC_NAMES", "EDGES", "check", "exactness"]
+
+EDGES = (
+    "status",
+    "counts",
+    "ids",
+    "sample weights",
+    "look-ahead bits",
+    "rows",
+    "pooled",
+    "backward",
+    "column squares",
+    "hot gradients",
+    "dense",
+    "tower gradients",
+    "replica sync",
+    "tier move",
+    "checkpoint",
+)
+CODEC_NAMES = ("fp32", "fp16", "bf16", "int8", "threshold", "topk")
+_CODABLE = {"rows", "pooled", "backward", "hot gradients", "dense", "tower gradients"}
+_CODEC = re.compile(r"(\w+)(?:\(([\d.eE+-]+(?:, *\d+)?)\))?")
+
+
+def check(plan: Plan) -> None:
+    """Raise `PlanError` at the first broken rule."""
+    if plan.version != PLAN_VERSION:
+        raise PlanError(f"plan version {plan.version} is not {PLAN_VERSION}, the one known here")
+    _check_mesh(plan.mesh)
+    names = [t.name for t in plan.tables]
+    if twice := {n for n in names if names.count(n) > 1}:
+        raise PlanError(f"tables planned more than once: {sorted(twice)}")
+    for table in plan.tables:
+        _check_table(plan, table)
+    for codec in plan.codecs:
+        if codec.edge not in _CODABLE:
+            raise PlanError(f"edge {codec.edge!r} takes no codec: known are {sorted(_CODABLE)}")
+        for name in codec.stack:
+            _check_codec(name, codec.edge)
+    if plan.sync.period < 1:
+        raise PlanError(f"sync period {plan.sync.period} must be at least 1 step")
+    if any(n < 1 for n in plan.dense):
+        raise PlanError(f"dense buckets must not be empty, got {plan.dense}")
+
+
+def _check_mesh(mesh: MeshShape) -> None:
+    if mesh.hosts < 1 or mesh.local < 1:
+        raise PlanError(f"a mesh of {mesh.hosts} hosts x {mesh.local} ranks has no ranks")
+    world = mesh.hosts * mesh.local
+    if mesh.group < 1 or world % mesh.group:
+        raise PlanError(f"shard groups of {mesh.group} ranks do not divide {world} ranks")
+    if mesh.group % mesh.local and mesh.local % mesh.group:
+        raise PlanError(
+            f"shard groups of {mesh.group} ranks neither fill whole hosts of {mesh.local} ranks "
+            f"nor divide one: choose a multiple or a divisor of {mesh.local}"
+        )
+
+
+def _check_table(plan: Plan, table: TablePlan) -> None:
+    where = f"table {table.name!r}"
+    if table.num_embeddings < 1 or table.embedding_dim < 1:
+        raise PlanError(f"{where} needs at least one row and one column")
+    if table.virtual_shards < 1:
+        raise PlanError(f"{where}: {table.virtual_shards} virtual shards, at least 1 is needed")
+    if not table.tiers or table.rest.rows != "rest":
+        raise PlanError(f"{where}: the last tier must hold the rest of the rows")
+    if any(not isinstance(t.rows, HotSet) for t in table.tiers[:-1]):
+        raise PlanError(f"{where}: only the last tier may hold the rest of the rows")
+    if table.pooling is PoolingType.NONE and table.exchange is Exchange.POOLED:
+        raise PlanError(f"{where} is a sequence table: its exchange must be 'rows'")
+    if table.tower is not None and table.tower not in plan.towers:
+        raise PlanError(f"{where}: tower {table.tower!r} is not among {list(plan.towers)}")
+    for tier in table.tiers:
+        _check_tier(plan, table, tier, where)
+
+
+def _check_tier(plan: Plan, table: TablePlan, tier: Tier, where: str) -> None:
+    mesh, split, ranks = plan.mesh, tier.split, tier.ranks
+    world = mesh.hosts * mesh.local
+    if not ranks or len(set(ranks)) != len(ranks) or min(ranks) < 0 or max(ranks) >= world:
+        raise PlanError(f"{where}: ranks {list(ranks)} must be distinct and in 0..{world - 1}")
+    if tier.copies is Copies.WORLD and (split.kind != "whole" or len(ranks) != world):
+        raise PlanError(f"{where}: copies on the whole world are whole and list all {world} ranks")
+    if tier.copies is Copies.HOST and split.kind == "boxes" and split.rows != "host":
+        raise PlanError(f"{where}: copies per host are whole or split with rows=host")
+    if tier.copies is Copies.HOST and table.tower is not None:
+        raise PlanError(f"{where} is in tower {table.tower!r}: it cannot be copied per host too")
+    if tier.copies is Copies.GROUP and split.kind == "whole" and len(ranks) != 1:
+        raise PlanError(f"{where}: a whole copy lives on one rank, got {list(ranks)}")
+    if split.kind == "whole" and (split.columns != 1 or split.rows != "none"):
+        raise PlanError(f"{where}: a whole copy has no column or row split")
+    if not 1 <= split.columns <= table.embedding_dim:
+        raise PlanError(f"{where}: {split.columns} column blocks of {table.embedding_dim} columns")
+    if split.kind == "boxes" and split.rows == "all" and len(ranks) % split.columns:
+        raise PlanError(f"{where}: {len(ranks)} ranks do not divide into {split.columns} columns")
+    if split.rows == "all" and len(ranks) // split.columns > table.virtual_shards:
+        raise PlanError(
+            f"{where}: {len(ranks)} ranks share {table.virtual_shards} virtual shards; S is fixed "
+            f"when the table is created: use at most {table.virtual_shards} ranks"
+        )
+
+
+def _check_codec(text: str, edge: str) -> None:
+    match = _CODEC.fullmatch(text)
+    if match is None or match[1] not in CODEC_NAMES:
+        raise PlanError(f"unknown codec {text!r} on edge {edge!r}: known are {CODEC_NAMES}")
+    if (match[2] is not None) != (match[1] in ("threshold", "topk")):
+        raise PlanError(f"codec {text!r} on edge {edge!r}: threshold and topk take (eta, ...)")
+
+
+def exactness(plan: Plan) -> Exactness:
+    """The weakest label of any setting; `Exactness` says what each one promises."""
+    codecs = {name for codec in plan.codecs for name in codec.stack} - {"fp32"}
+    if plan.towers or any(c.startswith("topk") for c in codecs):
+        return Exactness.E4
+    if codecs:
+        return Exactness.E3
+    if plan.mesh.group < plan.mesh.hosts * plan.mesh.local and (
+        plan.sync.mode != "gradients" or plan.sync.period > 1
+    ):
+        return Exactness.E2
+    for table in plan.tables:
+        split_rows = table.rest.split.rows != "none" and len(table.rest.ranks) > 1
+        if table.exchange is Exchange.POOLED and split_rows:
+            return Exactness.E1
+    return Exactness.E0

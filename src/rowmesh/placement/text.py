@@ -1,0 +1,66 @@
+"""A plan as a table that fits 100 columns."""
+
+from rowmesh.placement.plan import Copies, Plan, TablePlan
+
+__all__ = ["bytes_per_rank", "render"]
+
+_GIB = 1 << 30
+
+
+def bytes_per_rank(plan: Plan, *, state_bytes_per_row: int = 4) -> list[int]:
+    """Bytes of weights and optimiser state on each rank (row-wise AdaGrad: 4 a row)."""
+    totals = [0] * (plan.mesh.hosts * plan.mesh.local)
+    for table in plan.tables:
+        row = table.row_bytes + state_bytes_per_row
+        if table.rest.copies is Copies.WORLD:
+            for rank in table.rest.ranks:
+                totals[rank] += table.num_embeddings * row
+            continue
+        homes = table.homes()
+        for index, rank in enumerate(table.rest.ranks):
+            totals[rank] += homes.num_slots(index) * row
+    return totals
+
+
+def _ranks(table: TablePlan, world: int) -> str:
+    ranks = table.rest.ranks
+    if len(ranks) == world:
+        return "all"
+    text = ",".join(map(str, ranks))
+    return text if len(text) <= 12 else f"{len(ranks)} ranks"
+
+
+def render(plan: Plan, *, max_tables: int = 40) -> str:
+    """The plan for people: a row a table, GiB per rank with optimiser state, exactness."""
+    mesh, world = plan.mesh, plan.mesh.hosts * plan.mesh.local
+    label = plan.exactness
+    lines = [
+        f"plan for {mesh.hosts} hosts x {mesh.local} ranks, shard groups of {mesh.group}"
+        f"; sums {plan.tree}; exactness {label} ({label.meaning})",
+        f"{'table':<24} {'rows':>13} {'dim':>5} {'type':>4}  {'split':<24} {'exchange':<12} ranks",
+    ]
+    for table in plan.tables[:max_tables]:
+        name = table.name if len(table.name) <= 24 else table.name[:21] + "..."
+        word = table.word if len(table.word) <= 24 else table.word[:21] + "..."
+        local = all(t.copies is Copies.WORLD for t in table.tiers)
+        travels = "none" if local else table.exchange.value
+        if not local and table.exchange.value == "rows" and not table.dedup:
+            travels += " no dedup"
+        lines.append(
+            f"{name:<24} {table.num_embeddings:>13,} {table.embedding_dim:>5} "
+            f"{table.data_type:>4}  {word:<24} {travels:<12} {_ranks(table, world)}"
+        )
+    if len(plan.tables) > max_tables:
+        lines.append(f"... and {len(plan.tables) - max_tables} more tables")
+    gib = [b / _GIB for b in bytes_per_rank(plan)]
+    shown = " ".join(f"{g:.2f}" for g in gib[:12]) + (" ..." if world > 12 else "")
+    lines.append(
+        f"GiB per rank with optimiser state (row-wise AdaGrad): {shown} (largest {max(gib):.2f})"
+    )
+    predicted = plan.predicted
+    if predicted.host_bytes or predicted.cross_bytes:
+        lines.append(
+            f"expected MB sent by a rank and step: {predicted.host_bytes / 1e6:.2f} inside hosts, "
+            f"{predicted.cross_bytes / 1e6:.2f} across"
+        )
+    return "\n".join(lines)

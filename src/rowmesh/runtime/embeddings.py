@@ -1,0 +1,346 @@
+"""The sharded engine behind a collection's forward, and the tickets of its training forwards.
+
+counts + status -> ids -> lookup at owners -> vectors back -> pool; backward mirrors it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rowmesh.comm.exchange import Channel, Handle, Lane
+from rowmesh.comm.mesh import Mesh
+from rowmesh.errors import InputError, RowmeshError, StepError
+from rowmesh.features import KeyedJaggedTensor
+from rowmesh.nn.bags import Reader, as_features, check_ids, flatten
+from rowmesh.nn.collections import Piece
+from rowmesh.nn.kernels import pool
+from rowmesh.runtime.requests import NUM_COUNTS, Request, num_words, pack, unpack
+from rowmesh.runtime.routes import Route, route_bags
+from rowmesh.runtime.tickets import Arrivals, Stack, Ticket
+from rowmesh.tables import TableConfig
+
+__all__ = ["ShardedEngine", "sharded_engines"]
+
+_HEAD = 2  # of a counts message: status word, samples; then four counts a stack
+_BAD_INPUT, _LAST_BATCH = 1, 2  # bits of the status word
+
+
+class ShardedEngine:
+    """Looks up the readers of one collection in stacks spread over the mesh."""
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        readers: Sequence[Reader],
+        tables: Sequence[TableConfig],
+        pooled: bool,
+        weighted: bool,
+        stacks: Sequence[Stack],
+        mesh: Mesh,
+    ) -> None:
+        self.path, self.readers, self.tables = path, list(readers), list(tables)
+        self.pooled, self.weighted = pooled, weighted
+        self.stacks, self.mesh = list(stacks), mesh
+        self.tickets: list[Ticket] = []
+        self.is_accumulating = False
+        self.on_all_sent: list[Any] = []  # called when the last open ticket's gradients left
+        wide = any(max(s.layout.home_slots) >= 1 << 31 for s in stacks)
+        self.id_dtype = torch.int64 if wide else torch.int32
+        self._anchor = torch.zeros((), device=mesh.device, requires_grad=True)
+        self._leaving: list[Handle] = []
+        self._number = 0
+        wire = mesh.wire
+        self._counts = wire.channel(f"counts of {path}", Lane.CONTROL)
+        self._ids = wire.channel(f"ids of {path}", Lane.CONTROL)
+        self._weights = wire.channel(f"sample weights of {path}", Lane.CONTROL)
+        self._vectors = [wire.channel(f"vectors of {path}", Lane.ROWS) for _ in stacks]
+        self._backward = [wire.channel(f"gradients of {path}", Lane.GRADS) for _ in stacks]
+        self._copied = [wire.channel(f"hot gradients of {path}", Lane.GRADS) for _ in stacks]
+
+    def __call__(self, features: Any) -> tuple[KeyedJaggedTensor, list[Piece]]:
+        """The checked features and every reader's vectors.
+
+        Raises:
+            InputError: On all ranks, if the input of any rank is wrong.
+            StepError: On all ranks, if a rank's last gradients have not been used or dropped.
+
+        Collective:
+            All ranks; in a training forward (gradients enabled, a trainable table) all again in
+            backward.
+        """
+        training = torch.is_grad_enabled() and any(s.layout.trainable for s in self.stacks)
+        self._number += 1
+        features, routes, error = self._prepare(features, training)
+        counts = self._exchange_counts(features, routes, error, training)
+        buffers, arriving = self._await_vectors(routes)
+        asked = self._exchange_ids(routes, counts)
+        self._answer(routes, asked, buffers)
+        for handle in arriving:
+            handle.wait()
+        vectors = [self._pool(route, buffer) for route, buffer in zip(routes, buffers, strict=True)]
+        if training:
+            ticket = Ticket(number=self._number, routes=routes, asked=asked)
+            self.tickets.append(ticket)
+            vectors = _Lookup.apply(self, ticket, self._anchor, *vectors)  # type: ignore[no-untyped-call]
+        pieces = [
+            (stack.layout.readers, part) for stack, part in zip(self.stacks, vectors, strict=True)
+        ]
+        return features, list(pieces)
+
+    def _prepare(
+        self, features: Any, training: bool
+    ) -> tuple[KeyedJaggedTensor, list[Route], RowmeshError | None]:
+        """Check and route the batch; an error goes into the status word, not up."""
+        for handle in self._leaving:
+            handle.wait()
+        self._leaving.clear()
+        try:
+            if training and not self.is_accumulating and any(t.is_sent for t in self.tickets):
+                raise StepError(
+                    "a training forward after backward: call opt.step() or opt.zero_grad() first, "
+                    "or run the backwards that belong together inside opt.accumulate()"
+                )
+            features = as_features(features)
+            routes = []
+            for stack in self.stacks:
+                readers = [self.readers[r] for r in stack.layout.readers]
+                bags = flatten(features, readers, pooled=self.pooled, weighted=self.weighted)
+                check_ids(bags, readers, self.tables, pooled=self.pooled)
+                routes.append(route_bags(stack.layout, bags, training=training))
+            return features, routes, None
+        except RowmeshError as error:
+            return (
+                KeyedJaggedTensor([], torch.empty(0), lengths=torch.empty(0), stride=0),
+                [],
+                error,
+            )
+
+    def _exchange_counts(
+        self,
+        features: KeyedJaggedTensor,
+        routes: Sequence[Route],
+        error: RowmeshError | None,
+        training: bool,
+    ) -> list[list[int]]:
+        """Tell every rank what it will be asked; returns what every rank asks of this one."""
+        mesh, world = self.mesh, self.mesh.world
+        status = (_BAD_INPUT if error else 0) | (_LAST_BATCH if mesh.is_last_batch else 0)
+        table = [[status, features.stride()] for _ in range(world)]
+        for peer, row in enumerate(table):
+            row += [n for route in routes for n in route.requests[peer].counts()]
+            row += [0] * (_HEAD + NUM_COUNTS * len(self.stacks) - len(row))
+        sent = torch.tensor(table, device=mesh.device)
+        found = torch.empty_like(sent)
+        found[mesh.rank] = sent[mesh.rank]
+        key = f"{self.path}/{self._number}"
+        if error is not None:
+            mesh.bulletin.post_input_error(key, f"{type(error).__name__}|{error}")
+        for peer in mesh.peers():
+            mesh.ledger.record("status", peer, 8)
+            mesh.ledger.record("counts", peer, 8 * (sent.shape[1] - 1))
+        self._counts.post(
+            self._number,
+            sends=[(p, sent[p]) for p in mesh.peers()],
+            receives=[(p, found[p]) for p in mesh.peers()],
+            edge=None,
+        ).wait()
+        counts: list[list[int]] = found.tolist()
+        bad = [rank for rank in range(world) if counts[rank][0] & _BAD_INPUT]
+        if bad:
+            self._raise(key, bad[0], error)
+        if training:
+            mesh.saw_counts(
+                local=features.stride(),
+                total=sum(c[1] for c in counts),
+                all_last=all(c[0] & _LAST_BATCH for c in counts),
+            )
+        return [c[_HEAD:] for c in counts]
+
+    def _raise(self, key: str, rank: int, error: RowmeshError | None) -> None:
+        """Raise the complaint of ``rank``, the same on all ranks."""
+        if self.mesh.world == 1:
+            assert error is not None
+            raise error
+        name, _, sentence = self.mesh.bulletin.read_input_error(key, rank).partition("|")
+        kind = StepError if name == StepError.__name__ else InputError
+        raise kind(f"rank {rank}: {sentence}")
+
+    def _await_vectors(self, routes: Sequence[Route]) -> tuple[list[Tensor], list[Handle]]:
+        """Buffers for every stack's vectors, receives posted before anything is asked."""
+        buffers, handles = [], []
+        for stack, route, channel in zip(self.stacks, routes, self._vectors, strict=True):
+            layout, bounds = stack.layout, route.vector_bounds
+            dtype = torch.float32 if layout.has_pooled else layout.dtype
+            buffer = torch.empty(
+                (route.num_vectors, layout.dim), dtype=dtype, device=self.mesh.device
+            )
+            receives = [(p, buffer[bounds[p] : bounds[p + 1]]) for p in self.mesh.peers()]
+            handles.append(channel.post(self._number, sends=(), receives=receives, edge=None))
+            buffers.append(buffer)
+        return buffers, handles
+
+    def _exchange_ids(
+        self, routes: Sequence[Route], counts: Sequence[Sequence[int]]
+    ) -> list[list[Request]]:
+        """Send every owner its requests; returns ``[stack][source]`` what this rank was asked."""
+        mesh, layouts = self.mesh, [s.layout for s in self.stacks]
+        sends, weight_sends = [], []
+        for peer in mesh.peers():
+            summed = [layout.num_summed(peer) for layout in layouts]
+            requests = [route.requests[peer] for route in routes]
+            words, weights = pack(requests, summed, dtype=self.id_dtype)
+            sends.append((peer, words))
+            weight_sends += [] if weights is None else [(peer, weights)]
+        summed = [layout.num_summed(mesh.rank) for layout in layouts]
+        by_stack = [[c[NUM_COUNTS * i :][:NUM_COUNTS] for i in range(len(layouts))] for c in counts]
+        sizes = [[num_words(c, n) for c, n in zip(cs, summed, strict=True)] for cs in by_stack]
+        received = {
+            p: torch.empty(sum(map(sum, sizes[p])), dtype=self.id_dtype, device=mesh.device)
+            for p in mesh.peers()
+        }
+        received_weights = {
+            p: torch.empty(sum(size[1] for size in sizes[p]), device=mesh.device)
+            for p in (mesh.peers() if self.weighted else ())
+        }
+        handles = [
+            self._ids.post(self._number, sends=sends, receives=received.items(), edge="ids"),
+            self._weights.post(
+                self._number,
+                sends=weight_sends,
+                receives=received_weights.items(),
+                edge="sample weights",
+            ),
+        ]
+        for handle in handles:
+            handle.wait()
+        by_source = [
+            [route.requests[mesh.rank] for route in routes]
+            if source == mesh.rank
+            else unpack(received[source], received_weights.get(source), by_stack[source], summed)
+            for source in range(mesh.world)
+        ]
+        return [list(asked) for asked in zip(*by_source, strict=True)]
+
+    def _answer(
+        self,
+        routes: Sequence[Route],
+        asked: Sequence[Sequence[Request]],
+        buffers: Sequence[Tensor],
+    ) -> None:
+        """Look up what was asked: send it to peers, put this rank's own into its buffers."""
+        mesh, rank = self.mesh, self.mesh.rank
+        for i, (stack, route, buffer) in enumerate(zip(self.stacks, routes, buffers, strict=True)):
+            sends = []
+            for peer in mesh.peers():
+                request = asked[i][peer]
+                out = buffer.new_empty((request.num_vectors, stack.layout.dim))
+                _look_up(stack.home, request, out)
+                sends.append((peer, out))
+                row_bytes = out.element_size() * out.shape[1]
+                mesh.ledger.record("rows", peer, len(request.rows) * row_bytes)
+                mesh.ledger.record("pooled", peer, request.num_pooled * row_bytes)
+            self._leaving.append(
+                self._vectors[i].post(self._number, sends=sends, receives=(), edge=None)
+            )
+            bounds = route.vector_bounds
+            _look_up(stack.home, asked[i][rank], buffer[bounds[rank] : bounds[rank + 1]])
+            if len(route.copied_slots):
+                out = buffer[bounds[-1] :]
+                torch.index_select(stack.copies, 0, route.copied_slots, out=out)
+
+    @staticmethod
+    def _pool(route: Route, buffer: Tensor) -> Tensor:
+        return pool(buffer, route.positions, route.starts, route.weights)
+
+    def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor]) -> None:
+        """Send the gradient of every vector to its owner, of every copied row to its sum owner.
+
+        Collective:
+            All ranks, once for every ticket.
+        """
+        for i, (stack, route, grad) in enumerate(
+            zip(self.stacks, ticket.routes, grads, strict=True)
+        ):
+            if not stack.layout.trainable:  # frozen tables send nothing back
+                ticket.home.grads.append(grad[:0])
+                ticket.copied.grads.append(grad[:0])
+                continue
+            vectors = pool(
+                grad.contiguous(), route.grad_bags, route.grad_starts, route.grad_weights
+            )
+            asked = ticket.asked[i]
+            home = (route.vector_bounds, [r.num_vectors for r in asked])
+            copied = (route.copy_bounds, [len(r.copied) for r in asked])
+            self._send(ticket.number, self._backward[i], "backward", vectors, *home, ticket.home)
+            self._send(
+                ticket.number, self._copied[i], "hot gradients", vectors, *copied, ticket.copied
+            )
+        ticket.is_sent = True
+        if not self.is_accumulating and all(t.is_sent for t in self.tickets):
+            for launch in self.on_all_sent:
+                launch()
+
+    def _send(
+        self,
+        number: int,
+        channel: Channel,
+        edge: str,
+        vectors: Tensor,
+        bounds: Sequence[int],
+        sizes: Sequence[int],
+        arrivals: Arrivals,
+    ) -> None:
+        """Slices of ``vectors`` to all ranks; ``sizes[source]`` come from each."""
+        mesh = self.mesh
+        arrived = vectors.new_empty((sum(sizes), vectors.shape[1]))
+        parts = arrived.split(list(sizes))
+        handle = channel.post(
+            number,
+            sends=[(p, vectors[bounds[p] : bounds[p + 1]]) for p in mesh.peers()],
+            receives=[(p, parts[p]) for p in mesh.peers()],
+            edge=edge,
+        )
+        parts[mesh.rank].copy_(vectors[bounds[mesh.rank] : bounds[mesh.rank + 1]])
+        arrivals.grads.append(arrived)
+        arrivals.handles.append(handle)
+
+
+def _look_up(home: Tensor, request: Request, out: Tensor) -> None:
+    """The vectors of a request: rows as they are, then bags summed."""
+    num_rows = len(request.rows)
+    if num_rows and out.dtype == home.dtype:
+        torch.index_select(home, 0, request.rows, out=out[:num_rows])
+    elif num_rows:
+        out[:num_rows] = home.index_select(0, request.rows)
+    if request.num_pooled:
+        out[num_rows:] = pool(
+            home, request.pooled_slots(), request.pooled_starts(), request.weights
+        )
+
+
+class _Lookup(torch.autograd.Function):
+    """The vectors as they are; backward sends their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, engine: ShardedEngine, ticket: Ticket, anchor: Tensor, *vectors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.engine, ctx.ticket = engine, ticket
+        ctx.mark_non_differentiable(
+            *(v for v, s in zip(vectors, engine.stacks, strict=True) if not s.layout.trainable)
+        )
+        return vectors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.engine.send_gradients(ctx.ticket, grads)
+        return None, None, torch.zeros_like(ctx.engine._anchor), *(None for _ in grads)
+
+
+def sharded_engines(model: nn.Module) -> list[ShardedEngine]:
+    """The engines of a sharded model's collections, in the order of its modules."""
+    found = [getattr(m, "engine", None) for m in model.modules()]
+    return [e for e in found if isinstance(e, ShardedEngine)]

@@ -1,0 +1,215 @@
+"""From tickets to one gradient per row: added over samples, then ranks, in the plan's order."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rowmesh.comm.exchange import Lane
+from rowmesh.nn.kernels import coalesce
+from rowmesh.runtime.embeddings import ShardedEngine
+from rowmesh.runtime.sets import decode_set, encode_set, set_words
+from rowmesh.runtime.tickets import Stack, Ticket
+
+__all__ = ["RowGradient", "SparseGradients"]
+
+
+@dataclass(kw_only=True, slots=True)
+class RowGradient:
+    """The summed gradient of distinct rows of this rank's home or copies of a stack.
+
+    ``own`` are the entries this rank counts in a norm over ranks: all of a home's, and of the
+    copies those whose sum it made.
+    """
+
+    weight: Tensor
+    state: dict[str, Tensor]
+    rows: Tensor
+    grad: Tensor
+    own: slice
+
+
+class SparseGradients:
+    """Collects the gradients of one engine's tickets."""
+
+    def __init__(self, engine: ShardedEngine) -> None:
+        self._engine = engine
+        self._copied = [i for i, s in enumerate(engine.stacks) if s.layout.copied]
+        self._copied = [i for i in self._copied if engine.stacks[i].layout.trainable]
+        self._sums: Future[list[RowGradient]] | None = None
+        self._sequence = 0
+        wire = engine.mesh.wire
+        self._counts = wire.channel(f"hot counts of {engine.path}", Lane.CONTROL)
+        self._ids = [wire.channel(f"hot rows of {engine.path}", Lane.GRADS) for _ in self._copied]
+        self._values = [
+            wire.channel(f"hot sums of {engine.path}", Lane.GRADS) for _ in self._copied
+        ]
+        engine.on_all_sent.append(self._launch)
+
+    def reduce(self) -> list[RowGradient]:
+        """The gradients of all rows this rank updates; tickets without backward are dropped.
+
+        Collective:
+            All ranks.
+        """
+        tickets = self._sent()
+        if not tickets:
+            self._engine.tickets.clear()
+            return []
+        if self._sums is None:
+            self._launch()
+        for ticket in tickets:
+            ticket.home.wait()
+        found = [
+            self._home(i, stack, tickets)
+            for i, stack in enumerate(self._engine.stacks)
+            if stack.layout.trainable
+        ]
+        found += self._sums.result() if self._sums is not None else []
+        self._clear()
+        return found
+
+    def discard(self) -> None:
+        """Drop all tickets, after the messages already under way for them."""
+        for ticket in self._sent():
+            ticket.home.wait()
+        if self._sums is None:
+            for ticket in self._sent():
+                ticket.copied.wait()
+        if self._sums is not None:
+            self._sums.result()
+        self._clear()
+
+    def _sent(self) -> list[Ticket]:
+        return [t for t in self._engine.tickets if t.is_sent]
+
+    def _clear(self) -> None:
+        self._engine.tickets.clear()
+        self._sums = None
+
+    def _launch(self) -> None:
+        if self._copied:
+            self._sequence += 1
+            tickets, sequence = self._sent(), self._sequence
+            self._sums = self._engine.mesh.later(lambda: self._sum_copies(tickets, sequence))
+
+    def _labels(self, sizes: Sequence[Sequence[int]], repeats: bool, device: Any) -> list[Tensor]:
+        """What tells apart the parts of a sum; ``sizes[source][ticket]`` entries of each."""
+        flat = torch.tensor([n for row in sizes for n in row], device=device)
+        part = torch.arange(len(flat), dtype=torch.int32, device=device)
+        part = torch.repeat_interleave(part, flat)
+        num_tickets = len(sizes[0])
+        if num_tickets > 1:
+            return [part, part // num_tickets]
+        return [part] if repeats else []
+
+    def _home(self, number: int, stack: Stack, tickets: Sequence[Ticket]) -> RowGradient:
+        """Add the gradients of this rank's home rows."""
+        slots, index, weights = [], [], []
+        sizes: list[list[int]] = []
+        first_of_ticket = [0]
+        for ticket in tickets:
+            first_of_ticket.append(first_of_ticket[-1] + len(ticket.home.grads[number]))
+        at = list(first_of_ticket)
+        for source in range(self._engine.mesh.world):
+            sizes.append([])
+            for k, ticket in enumerate(tickets):
+                request = ticket.asked[number][source]
+                slots += (
+                    [request.rows, request.pooled_slots()]
+                    if len(request.pooled)
+                    else [request.rows]
+                )
+                index.append(request.vector_of_id() + at[k])
+                at[k] += request.num_vectors
+                sizes[-1].append(len(index[-1]))
+                if request.weights is not None:
+                    weights += [torch.ones_like(request.rows, dtype=torch.float32), request.weights]
+        parts = [t.home.grads[number] for t in tickets]
+        rows, grad = coalesce(
+            torch.cat(slots),
+            torch.cat(parts) if len(parts) > 1 else parts[0],
+            index=torch.cat(index),
+            weights=torch.cat(weights) if weights and stack.layout.has_pooled else None,
+            labels=self._labels(sizes, stack.layout.has_repeats, slots[0].device),
+        )
+        return RowGradient(
+            weight=stack.home, state=stack.home_state, rows=rows, grad=grad, own=slice(None)
+        )
+
+    def _sum_copies(self, tickets: Sequence[Ticket], sequence: int) -> list[RowGradient]:
+        """Add the gradients of copied rows at their sum owners; every rank gets all sums."""
+        mesh = self._engine.mesh
+        for ticket in tickets:
+            ticket.copied.wait()
+        mine = [self._sum_mine(i, tickets) for i in self._copied]
+        counts = torch.empty((mesh.world, len(mine)), dtype=torch.int64, device=mesh.device)
+        counts[mesh.rank] = torch.tensor([len(rows) for rows, _ in mine], device=mesh.device)
+        self._counts.post(
+            sequence,
+            sends=[(p, counts[mesh.rank]) for p in mesh.peers()],
+            receives=[(p, counts[p]) for p in mesh.peers()],
+            edge="counts",
+        ).wait()
+        table = counts.tolist()
+        return [
+            self._spread(k, i, *mine[k], [row[k] for row in table], sequence)
+            for k, i in enumerate(self._copied)
+        ]
+
+    def _sum_mine(self, number: int, tickets: Sequence[Ticket]) -> tuple[Tensor, Tensor]:
+        world = self._engine.mesh.world
+        parts = [[(t.asked[number][source].copied, t) for t in tickets] for source in range(world)]
+        sizes = [[len(rows) for rows, _ in row] for row in parts]
+        by_source = [
+            t.copied.grads[number].split([s[k] for s in sizes]) for k, t in enumerate(tickets)
+        ]
+        values = [by_source[k][source] for source in range(world) for k in range(len(tickets))]
+        return coalesce(
+            torch.cat([rows for row in parts for rows, _ in row]),
+            torch.cat(values) if len(tickets) > 1 else tickets[0].copied.grads[number],
+            labels=self._labels(sizes, False, values[0].device),
+        )
+
+    def _spread(
+        self, k: int, number: int, rows: Tensor, sums: Tensor, counts: list[int], sequence: int
+    ) -> RowGradient:
+        """Send this rank's sums to all and put theirs in order."""
+        engine, mesh = self._engine, self._engine.mesh
+        stack = engine.stacks[number]
+        bounds, dtype = stack.layout.copy_bounds, engine.id_dtype
+        sizes = [bounds[r + 1] - bounds[r] for r in range(mesh.world)]
+        words = [
+            torch.empty(set_words(c, s), dtype=dtype, device=mesh.device)
+            for c, s in zip(counts, sizes, strict=True)
+        ]
+        words[mesh.rank] = encode_set(rows, sizes[mesh.rank], dtype=dtype)
+        total = sums.new_empty((sum(counts), stack.layout.dim))
+        parts = total.split(counts)
+        parts[mesh.rank].copy_(sums)
+        handles = [
+            channel.post(
+                sequence,
+                sends=[(p, mine) for p in mesh.peers()],
+                receives=[(p, theirs[p]) for p in mesh.peers()],
+                edge="hot gradients",
+            )
+            for channel, mine, theirs in (
+                (self._ids[k], words[mesh.rank], words),
+                (self._values[k], sums, parts),
+            )
+        ]
+        for handle in handles:
+            handle.wait()
+        found = [decode_set(words[r], counts[r], sizes[r]) + bounds[r] for r in range(mesh.world)]
+        first = sum(counts[: mesh.rank])
+        return RowGradient(
+            weight=stack.copies,
+            state=stack.copies_state,
+            rows=torch.cat(found),
+            grad=total,
+            own=slice(first, first + counts[mesh.rank]),
+        )

@@ -1,0 +1,185 @@
+"""`rm.shard`: the one verb that distributes a model, in place."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rowmesh.comm.mesh import Mesh
+from rowmesh.errors import NotExecutable, PlanError, did_you_mean
+from rowmesh.nn.collections import EmbeddingBagCollection, EmbeddingCollection
+from rowmesh.nn.init import fill_initial_values
+from rowmesh.placement import Copies, Plan, TablePlan
+from rowmesh.placement.dense import bucket_elements
+from rowmesh.runtime.adopt import adopt_collections
+from rowmesh.runtime.dense import DenseBuckets, broadcast_dense
+from rowmesh.runtime.embeddings import ShardedEngine
+from rowmesh.runtime.stacks import Region, StackLayout, lay_out
+from rowmesh.runtime.tickets import Stack
+from rowmesh.tables import (
+    TableConfig,
+    dense_parameters,
+    dtype_name,
+    is_trainable,
+    is_weighted,
+    named_collections,
+)
+
+__all__ = ["shard"]
+
+_Collection = EmbeddingBagCollection | EmbeddingCollection
+
+
+def shard(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
+    """Distribute ``model`` over ``mesh`` as ``plan`` says, in place; ``forward`` is unchanged.
+
+    Every collection keeps its place and type but looks up rows on the mesh; its tables leave
+    ``model.parameters()``. Tables on ``meta`` are made here, each rank just its rows; tables
+    with values are sliced one by one and freed. Dense parameters are copied from rank 0.
+
+    Args:
+        model: Single-device model whose collections are rowmesh's or TorchRec's.
+        plan: From a planner or a file, for this model and this mesh.
+        mesh: From `rowmesh.init_mesh`.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        PlanError: If the plan is invalid, or for another model or mesh.
+        NotExecutable: If the plan is valid but asks for something not built yet.
+
+    Collective:
+        All ranks, with the same model and plan.
+    """
+    plan.validate()
+    if hasattr(model, "_rowmesh_dense"):
+        raise PlanError("this model is sharded already: build a new one to shard it differently")
+    if plan.fingerprint != mesh.topology.fingerprint():
+        raise PlanError(
+            f"the plan is for {plan.mesh.hosts} hosts x {plan.mesh.local} ranks, but the mesh has "
+            f"{mesh.topology.hosts} x {mesh.topology.local}: make a plan for this mesh"
+        )
+    _check_executable(plan)
+    collections = list(named_collections(model))
+    _check_tables(plan, collections)
+    model = adopt_collections(model)
+    dense = dense_parameters(model)
+    trainable = [p for p in dense if p.requires_grad]
+    if bucket_elements([p.numel() for p in trainable]) != plan.dense:
+        raise PlanError(
+            f"the plan's dense buckets hold {sum(plan.dense)} elements, this model's "
+            f"{sum(bucket_elements([p.numel() for p in trainable]))}: make a plan for this model"
+        )
+    for path, _, configs in collections:
+        module = model.get_submodule(path)
+        assert isinstance(module, _Collection)
+        plans = [plan.table(c.name) for c in configs]
+        module.engine = _make_engine(path, module, plans, mesh)
+    if mesh.world > 1:
+        broadcast_dense([*dense, *model.buffers()], mesh)
+    model._rowmesh_dense = DenseBuckets(trainable, mesh)  # type: ignore[assignment]
+    return model
+
+
+def _check_executable(plan: Plan) -> None:
+    """Say which settings of a valid plan this version does not run."""
+    world = plan.mesh.hosts * plan.mesh.local
+    wanted = [
+        (plan.mesh.group != world, f"shard groups of {plan.mesh.group} of {world} ranks"),
+        (plan.tree != "flat", f"the {plan.tree!r} sum tree"),
+        (bool(plan.towers), "towers"),
+        (any(c.stack != ("fp32",) for c in plan.codecs), "codecs other than fp32"),
+    ]
+    for table in plan.tables:
+        tier, where = table.rest, f" (table {table.name!r})"
+        wanted += [
+            (len(table.tiers) > 1, "hot sets" + where),
+            (tier.copies is Copies.HOST, "copies per host" + where),
+            (tier.store != "ram", f"the {tier.store} store" + where),
+            (tier.split.columns > 1 or tier.split.rows == "host", f"{tier.split.word}" + where),
+        ]
+    for is_wanted, what in wanted:
+        if is_wanted:
+            raise NotExecutable(
+                f"the plan is valid, but this version does not run {what}; it runs data-parallel, "
+                f"table-wise and row-wise tables over one shard group"
+            )
+
+
+def _check_tables(plan: Plan, collections: Sequence[tuple[str, Any, list[TableConfig]]]) -> None:
+    known = {c.name: (path, m, c) for path, m, configs in collections for c in configs}
+    planned = {t.name: t for t in plan.tables}
+    if len(known) != sum(len(configs) for _, _, configs in collections):
+        raise PlanError("two tables of the model have one name: names must be unique in a model")
+    for name in planned:
+        if name not in known:
+            raise PlanError(f"the plan names table {name!r}{did_you_mean(name, known)}")
+    for name, (path, module, config) in known.items():
+        if name not in planned:
+            raise PlanError(f"table {name!r} is not in the plan: make a plan for this model")
+        table = planned[name]
+        for what, ours, theirs in (
+            ("collection", path, table.collection),
+            ("rows", config.num_embeddings, table.num_embeddings),
+            ("columns", config.embedding_dim, table.embedding_dim),
+            ("data type", dtype_name(config.data_type), table.data_type),
+            ("features", tuple(config.feature_names), table.feature_names),
+            ("pooling", str(getattr(config, "pooling", "none")), str(table.pooling)),
+            ("trainable flag", is_trainable(module, name), table.trainable),
+            ("weighted flag", is_weighted(module), table.weighted),
+        ):
+            if ours != theirs:
+                raise PlanError(
+                    f"table {name!r}: its {what} is {ours!r} in the model, {theirs!r} in the plan"
+                )
+
+
+def _make_engine(
+    path: str, module: _Collection, plans: Sequence[TablePlan], mesh: Mesh
+) -> ShardedEngine:
+    layouts = lay_out(plans, module.readers, world=mesh.world, device=mesh.device)
+    return ShardedEngine(
+        path=path or "model",
+        readers=module.readers,
+        tables=module.configs(),
+        pooled=module.pooled,
+        weighted=module.is_weighted,
+        stacks=[_make_stack(layout, module, mesh) for layout in layouts],
+        mesh=mesh,
+    )
+
+
+def _make_stack(layout: StackLayout, module: _Collection, mesh: Mesh) -> Stack:
+    def empty(num_rows: int) -> Tensor:
+        return torch.empty((num_rows, layout.dim), dtype=layout.dtype, device=mesh.device)
+
+    stack = Stack(
+        layout=layout,
+        home=empty(layout.home_slots[mesh.rank]),
+        copies=empty(layout.copy_bounds[-1]),
+    )
+    for table in layout.tables:
+        for region in layout.home:
+            if region.table == table and region.rank == mesh.rank:
+                _fill(stack.home, region, module)
+        for region in layout.copied:
+            if region.table == table:
+                _fill(stack.copies, region, module)
+        del module.table_modules()[module.configs()[table].name]  # frees a materialised table
+    return stack
+
+
+@torch.no_grad()
+def _fill(out: Tensor, region: Region, module: _Collection) -> None:
+    """The region's rows: from the module's table if it has memory, else their initial values."""
+    config = module.configs()[region.table]
+    part = out[region.start : region.start + region.num_rows]
+    rows = torch.from_numpy(region.homes.rows(region.owner)).to(out.device)
+    weight = module.table_modules()[config.name].weight
+    assert isinstance(weight, Tensor)
+    if weight.device.type == "meta":
+        fill_initial_values(part, config, rows, seed=module.seed)
+    else:
+        part.copy_(weight.detach().index_select(0, rows.to(weight.device)))

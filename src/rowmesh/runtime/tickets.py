@@ -1,0 +1,58 @@
+"""What a rank holds of a stack, and the tickets of training forwards."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from rowmesh.comm.exchange import Handle
+from rowmesh.runtime.requests import Request
+from rowmesh.runtime.routes import Route
+from rowmesh.runtime.stacks import StackLayout
+
+__all__ = ["Stack", "Ticket"]
+
+
+@dataclass(kw_only=True, slots=True)
+class Stack:
+    """A layout, and this rank's rows of it with their optimiser state."""
+
+    layout: StackLayout
+    home: Tensor
+    copies: Tensor
+    home_state: dict[str, Tensor] = field(default_factory=dict)
+    copies_state: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True, slots=True)
+class Arrivals:
+    """Gradients of one kind that peers send for a ticket: per stack, source after source."""
+
+    grads: list[Tensor] = field(default_factory=list)
+    handles: list[Handle] = field(default_factory=list)
+
+    def wait(self) -> None:
+        """Return when all are here and ours have left. One thread only."""
+        for handle in self.handles:
+            handle.wait()
+
+
+@dataclass(kw_only=True, slots=True)
+class Ticket:
+    """One training forward, from its routes to the gradients that come back for it.
+
+    Args:
+        number: The same on all ranks.
+        routes: One per stack.
+        asked: ``[stack][source]``, what every rank asked of this one.
+        is_sent: Its backward has run.
+        home: Gradients of home rows; the thread that steps waits for them.
+        copied: Gradients of copied rows; the communication thread waits for them.
+    """
+
+    number: int
+    routes: Sequence[Route]
+    asked: Sequence[Sequence[Request]]
+    is_sent: bool = False
+    home: Arrivals = field(default_factory=Arrivals)
+    copied: Arrivals = field(default_factory=Arrivals)
