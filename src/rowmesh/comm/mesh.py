@@ -219,17 +219,13 @@ class Mesh:
 
 
 def make_lanes(ranks: list[int], *, timeout: timedelta) -> dict[Lane, dist.ProcessGroup]:
-    """One process group per lane over ``ranks``.
+    """One process group per lane over ``ranks``; empty for ranks outside.
 
     Collective:
-        The ranks of the lanes.
+        All ranks of the program, also those outside.
     """
-    lanes = {}
-    for lane in Lane:
-        group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)
-        lanes[lane] = group
-    return lanes
+    groups = {lane: dist.new_group(ranks, timeout=timeout) for lane in Lane}
+    return {lane: g for lane, g in groups.items() if isinstance(g, dist.ProcessGroup)}
 
 
 def init_mesh(

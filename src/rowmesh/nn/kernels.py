@@ -18,6 +18,8 @@ def pool(
 ) -> Tensor:
     """``out[b] = sum of weights[i] * source[positions[i]]``, i from starts[b] to starts[b + 1].
 
+    Each product is rounded to fp32 before it is added.
+
     Args:
         source: ``[n, D]``; low precision is widened before the sum.
         positions: ``[m]`` int32 (faster) or int64 rows of ``source``.
@@ -29,10 +31,14 @@ def pool(
     """
     if len(starts) == 0 or len(positions) == 0:
         return source.new_zeros((len(starts), source.shape[1]), dtype=torch.float32)
-    if source.dtype != torch.float32:
+    if source.dtype != torch.float32 or weights is not None:
         source = source.index_select(0, positions).float()
         positions = torch.arange(len(source), dtype=positions.dtype, device=source.device)
-    return F.embedding_bag(positions, source, starts, mode="sum", per_sample_weights=weights)
+        if weights is not None:
+            # Rounded before the sum: torch's fused form would keep more bits than a product
+            # that has travelled, and plans that send products would differ from those that don't.
+            source *= weights.unsqueeze(1)
+    return F.embedding_bag(positions, source, starts, mode="sum")
 
 
 def run_starts(*keys: Tensor) -> Tensor:

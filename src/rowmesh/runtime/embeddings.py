@@ -74,7 +74,7 @@ class ShardedEngine:
         training = torch.is_grad_enabled() and any(s.layout.trainable for s in self.stacks)
         self._number += 1
         features, routes, error = self._prepare(features, training)
-        counts = self._exchange_counts(features, routes, error, training)
+        counts = self._exchange_counts(features, routes, error)
         buffers, arriving = self._await_vectors(routes)
         asked = self._exchange_ids(routes, counts)
         self._answer(routes, asked, buffers)
@@ -123,7 +123,6 @@ class ShardedEngine:
         features: KeyedJaggedTensor,
         routes: Sequence[Route],
         error: RowmeshError | None,
-        training: bool,
     ) -> list[list[int]]:
         """Tell every rank what it will be asked; returns what every rank asks of this one."""
         mesh, world = self.mesh, self.mesh.world
@@ -151,7 +150,7 @@ class ShardedEngine:
         bad = [rank for rank in range(world) if counts[rank][0] & _BAD_INPUT]
         if bad:
             self._raise(key, bad[0], error)
-        if training:
+        if torch.is_grad_enabled():
             mesh.saw_counts(
                 local=features.stride(),
                 total=sum(c[1] for c in counts),

@@ -1,0 +1,313 @@
+"""Random training runs: a model, a plan, batches of every rank and step, optimisers.
+
+A `Case` is plain data, so that hypothesis can shrink it, ranks can rebuild it, and a failing one
+can be read. `train_case` runs it on a mesh, `oracle_case` in one process.
+"""
+
+import functools
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import rowmesh as rm
+from rowmesh.comm.mesh import Mesh
+from rowmesh.placement import (
+    Copies,
+    Exchange,
+    MeshShape,
+    Plan,
+    Split,
+    TablePlan,
+    Tier,
+)
+from rowmesh.placement.dense import bucket_elements
+from rowmesh.runtime.embeddings import sharded_engines
+from rowmesh.runtime.export import full_sparse_state
+from rowmesh.tables import PoolingType, dense_parameters, parse_dtype
+
+RULES = {
+    "sgd": rm.SGD(lr=0.1),
+    "rowwise": rm.RowwiseAdagrad(lr=0.1),
+    "adagrad": rm.Adagrad(lr=0.1),
+    "adam": rm.Adam(lr=0.1),
+}
+DENSE = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adagrad": functools.partial(torch.optim.Adagrad, lr=0.1),
+    "adam": functools.partial(torch.optim.Adam, lr=0.1, foreach=False),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """One table and where it lives: ``ranks`` empty means a copy on every rank."""
+
+    rows: int
+    dim: int
+    ranks: tuple[int, ...]
+    features: int = 1
+    mean: bool = False
+    dtype: str = "fp32"
+    exchange: str = "rows"
+    dedup: bool = True
+    shards: int = 16
+    trainable: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collection:
+    tables: tuple[Table, ...]
+    kind: str = "bags"  # bags | weighted | sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """``ids[step][rank][feature][sample]`` are the ids of one bag; ``ids`` fixes batch sizes."""
+
+    world: int
+    collections: tuple[Collection, ...]
+    ids: Any = field(repr=False)
+    hosts: int = 1
+    rule: str = "rowwise"
+    dense: str = "adagrad"
+    accumulate: int = 1
+
+    @property
+    def num_features(self) -> int:
+        return sum(t.features for c in self.collections for t in c.tables)
+
+    def plan(self) -> Plan:
+        tables = []
+        for c, collection in enumerate(self.collections):
+            for config, table in zip(configs(self, c), collection.tables, strict=True):
+                everywhere = not table.ranks
+                ranks = tuple(range(self.world)) if everywhere else table.ranks
+                split = Split(kind="boxes", rows="all") if len(table.ranks) > 1 else Split()
+                tables.append(
+                    TablePlan(
+                        name=config.name,
+                        collection=f"collections.{c}",
+                        num_embeddings=table.rows,
+                        embedding_dim=table.dim,
+                        data_type=table.dtype,
+                        pooling=PoolingType(str(config.pooling)),
+                        feature_names=tuple(config.feature_names),
+                        virtual_shards=table.shards,
+                        tiers=(
+                            Tier(
+                                ranks=ranks,
+                                copies=Copies.WORLD if everywhere else Copies.GROUP,
+                                split=split,
+                            ),
+                        ),
+                        exchange=Exchange(table.exchange),
+                        dedup=table.dedup,
+                        trainable=table.trainable,
+                        weighted=collection.kind == "weighted",
+                    )
+                )
+        sizes = [p.numel() for p in dense_parameters(Model(self)) if p.requires_grad]
+        mesh = MeshShape(hosts=self.hosts, local=self.world // self.hosts, group=self.world)
+        return Plan(mesh=mesh, tables=tuple(tables), dense=bucket_elements(sizes)).validate()
+
+    def batch(self, step: int, rank: int) -> dict[str, Any]:
+        bags = self.ids[step][rank]
+        num_samples = len(bags[0])
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        lengths = torch.tensor([len(b) for f in bags for b in f], dtype=torch.int32)
+        values = torch.tensor([i for f in bags for b in f for i in b], dtype=torch.int64)
+        weights = torch.rand(len(values), generator=generator) + 0.5
+        names = [f"f{k}" for k in range(self.num_features)]
+        return {
+            "dense": torch.randn(num_samples, 3, generator=generator),
+            "labels": torch.rand(num_samples, generator=generator),
+            "features": rm.KeyedJaggedTensor(
+                names, values, weights, lengths=lengths, stride=num_samples
+            ),
+        }
+
+    def batches_of(self, rank: int) -> list[dict[str, Any]]:
+        return [self.batch(step, rank) for step in range(len(self.ids))]
+
+
+def configs(case: Case, number: int) -> list[Any]:
+    """Table configurations of one collection; features are numbered through the model."""
+    first = sum(t.features for c in case.collections[:number] for t in c.tables)
+    found = []
+    for t, table in enumerate(case.collections[number].tables):
+        names = [f"f{first + k}" for k in range(table.features)]
+        first += table.features
+        common: dict[str, Any] = {
+            "name": f"c{number}_t{t}",
+            "num_embeddings": table.rows,
+            "embedding_dim": table.dim,
+            "feature_names": names,
+            "data_type": parse_dtype(table.dtype),
+        }
+        if case.collections[number].kind == "sequence":
+            found.append(rm.EmbeddingConfig(**common))
+        else:
+            pooling = PoolingType.MEAN if table.mean else PoolingType.SUM
+            found.append(rm.EmbeddingBagConfig(**common, pooling=pooling))
+    return found
+
+
+class Model(nn.Module):
+    """Collections on meta, a dense layer over everything they give, one loss per sample."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.collections = nn.ModuleList()
+        width = 3
+        for c, collection in enumerate(case.collections):
+            tables = configs(case, c)
+            if collection.kind == "sequence":
+                self.collections.append(rm.EmbeddingCollection(tables, device="meta"))
+            else:
+                weighted = collection.kind == "weighted"
+                self.collections.append(
+                    rm.EmbeddingBagCollection(tables, device="meta", is_weighted=weighted)
+                )
+            for table, config in zip(collection.tables, tables, strict=True):
+                module = self.collections[-1].table_modules()[config.name]
+                module.weight.requires_grad_(table.trainable)
+                width += table.dim * table.features
+        torch.manual_seed(7)
+        self.hidden = nn.Linear(width, 5)
+        self.unused = nn.Linear(2, 2)
+        self.out = nn.Linear(5, 1)
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        parts = [batch["dense"]]
+        for collection in self.collections:
+            found = collection(batch["features"])
+            if isinstance(found, dict):
+                parts += [_over_sequence(jagged) for jagged in found.values()]
+            else:
+                parts.append(found.values())
+        hidden = torch.tanh(self.hidden(torch.cat(parts, dim=1)))
+        return (self.out(hidden).squeeze(1) - batch["labels"]).square()
+
+
+def _over_sequence(jagged: rm.JaggedTensor) -> Tensor:
+    padded = jagged.to_padded_dense(4)
+    return torch.tanh(padded).sum(1)
+
+
+@dataclass
+class Run:
+    """What training gave: losses per step, and on rank 0 the whole state."""
+
+    losses: list[Tensor]
+    ledgers: list[dict[str, dict[str, int]]]
+    weights: dict[str, Tensor]
+    states: dict[str, dict[str, Tensor]]
+    copies: list[Tensor]
+
+
+def train_case(mesh: Mesh, case: Case) -> Run:
+    """Run on the ranks of ``mesh``; a step of ``accumulate`` batches at a time."""
+    model = rm.shard(Model(case), case.plan(), mesh)
+    optimizer = rm.Optimizer(model, dense=DENSE[case.dense], sparse=RULES[case.rule])
+    losses, ledgers = [], []
+    batches = case.batches_of(mesh.rank)
+    for start in range(0, len(batches), case.accumulate):
+        mesh.ledger.reset()
+        group = batches[start : start + case.accumulate]
+        if len(group) > 1:
+            with optimizer.accumulate():
+                for batch in group:
+                    found = model(batch)
+                    mesh.mean(found).backward()
+        else:
+            found = model(group[0])
+            mesh.mean(found).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(found.detach())
+        ledgers.append(mesh.ledger.by_edge())
+    stacks = [s for e in sharded_engines(model) for s in e.stacks]
+    copies = [s.copies for s in stacks] + [v for s in stacks for v in s.copies_state.values()]
+    return Run(losses, ledgers, rm.full_state_dict(model), full_sparse_state(model), copies)
+
+
+def oracle_case(case: Case) -> Run:
+    """The same in one process, as ``world`` virtual ranks."""
+    oracle = rm.Oracle(Model(case), dense=DENSE[case.dense], sparse=RULES[case.rule])
+    losses: list[Any] = []
+    for start in range(0, len(case.ids), case.accumulate):
+        steps = range(start, min(start + case.accumulate, len(case.ids)))
+        parts = [[case.batch(step, rank) for step in steps] for rank in range(case.world)]
+        losses.append(oracle.step_accumulated(parts))
+    return Run(losses, [], dict(oracle.model.state_dict()), oracle.states, [])
+
+
+@st.composite
+def tables(draw: st.DrawFn, world: int, kind: str, exact: bool) -> Table:
+    rows = draw(st.integers(1, 40))
+    place = draw(st.sampled_from(["copies", "whole", "rows"])) if world > 1 else "whole"
+    owners = draw(st.permutations(range(world)))
+    num_owners = {"copies": 0, "whole": 1, "rows": draw(st.integers(min(2, world), world))}[place]
+    pooled_ok = kind != "sequence" and not (exact and place == "rows")
+    return Table(
+        rows=rows,
+        dim=draw(st.sampled_from([1, 3, 4, 8])),
+        ranks=tuple(owners[:num_owners]),
+        features=draw(st.integers(1, 2)),
+        mean=kind == "bags" and draw(st.booleans()),
+        dtype=draw(st.sampled_from(["fp32", "fp32", "fp32", "fp16", "bf16"])) if exact else "fp32",
+        exchange=draw(st.sampled_from(["rows", "pooled"])) if pooled_ok else "rows",
+        dedup=draw(st.booleans()),
+        shards=draw(st.sampled_from([4, 5, 16, 256])),
+        trainable=draw(st.integers(0, 7)) > 0,
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, world: int, exact: bool = True) -> Case:
+    kinds = draw(st.lists(st.sampled_from(["bags", "weighted", "sequence"]), min_size=1, max_size=2))
+    collections = tuple(
+        Collection(
+            kind=kind,
+            tables=tuple(
+                draw(st.lists(tables(world, kind, exact), min_size=1, max_size=4 - len(kinds)))
+            ),
+        )
+        for kind in kinds
+    )
+    if not exact and world > 1:
+        first = collections[0].tables[0]
+        split = replace(first, ranks=tuple(range(world)), exchange="pooled", dtype="fp32")
+        collections = (Collection(kind="bags", tables=(split, *collections[0].tables[1:])),)
+    sizes = [t.rows for c in collections for t in c.tables for _ in range(t.features)]
+    accumulate = draw(st.sampled_from([1, 1, 2]))
+    steps = []
+    for _ in range(draw(st.integers(1, 3))):
+        ranks = []
+        for _ in range(world):
+            num_samples = draw(st.integers(0, 4))
+            ranks.append(
+                [
+                    [draw(_bag(rows)) for _ in range(num_samples)]
+                    for rows in sizes
+                ]
+            )
+        steps.append(ranks)
+    return Case(
+        world=world,
+        hosts=draw(st.sampled_from([h for h in (1, 2, 4) if world % h == 0])),
+        collections=collections,
+        ids=steps,
+        rule=draw(st.sampled_from(sorted(RULES))),
+        dense=draw(st.sampled_from(sorted(DENSE))),
+        accumulate=accumulate,
+    )
+
+
+def _bag(rows: int) -> st.SearchStrategy[list[int]]:
+    """Few, many or no ids; the first, the last and repeated ones often."""
+    one = st.one_of(st.integers(0, rows - 1), st.sampled_from([0, rows - 1]))
+    return st.lists(one, max_size=4)

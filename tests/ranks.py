@@ -1,0 +1,129 @@
+"""``run_on_ranks(n, body, ...)``: run a function on n real gloo ranks and get what it returns.
+
+One pool of WORLD workers starts on first use and serves the whole test run, so a distributed
+test costs milliseconds. A body gets a fresh `Mesh` over process groups that are made once per
+number of ranks. Assertions belong in the caller, on the returned values: a failed one keeps the
+pool. A body that raises or hangs may leave messages behind, so the pool is then started anew.
+"""
+
+import atexit
+import functools
+import importlib
+import itertools
+import multiprocessing as mp
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rowmesh.comm.mesh import Mesh, make_lanes
+from rowmesh.topology import Topology
+
+WORLD = 4
+_CALLS = itertools.count()
+DEADLOCK = timedelta(seconds=10)  # a wait that lasts longer never ends
+
+
+class RankFailure(AssertionError):
+    """A body raised, hung or died; the message has every rank's traceback."""
+
+
+def run_on_ranks(
+    num_ranks: int, body: Callable[..., Any], *args: Any, hosts: int = 1, debug: bool = True
+) -> list[Any]:
+    """``body(mesh, *args)`` on every rank; what each returned, in rank order."""
+    number = next(_CALLS)
+    call = (number, num_ranks, hosts, debug, body.__module__, body.__name__, args)
+    return _pool().run(num_ranks, pickle.dumps(call))
+
+
+class _Pool:
+    def __init__(self) -> None:
+        ctx = mp.get_context("forkserver")
+        ctx.set_forkserver_preload(["torch.distributed", "rowmesh"])  # one import, WORLD forks
+        self.folder = tempfile.TemporaryDirectory()
+        store = str(Path(self.folder.name) / "store")
+        self.pipes, self.processes = [], []
+        for rank in range(WORLD):
+            ours, theirs = ctx.Pipe()
+            process = ctx.Process(target=_serve, args=(rank, store, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        atexit.register(self.kill)
+
+    def run(self, num_ranks: int, call: bytes) -> list[Any]:
+        pipes = self.pipes[:num_ranks]
+        for pipe in pipes:
+            pipe.send_bytes(call)
+        results, errors = [], []
+        for rank, pipe in enumerate(pipes):
+            try:
+                if pipe.poll(4 * DEADLOCK.total_seconds()):
+                    result, error = pickle.loads(pipe.recv_bytes())
+                else:
+                    result, error = None, "no answer"
+            except (EOFError, ConnectionResetError):
+                result, error = None, "process died"
+            results.append(result)
+            if error:
+                errors.append(f"rank {rank}: {error}")
+        if errors:
+            self.kill()
+            raise RankFailure("\n".join(errors))
+        return results
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(timeout=5)
+        for pipe in self.pipes:
+            pipe.close()
+        self.processes, self.pipes = [], []
+        self.folder.cleanup()
+        atexit.unregister(self.kill)
+        _pool.cache_clear()
+
+
+@functools.cache
+def _pool() -> _Pool:
+    return _Pool()
+
+
+def _serve(rank: int, store_file: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(store_file, WORLD)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=WORLD, timeout=DEADLOCK
+    )
+    everyone = {n: make_lanes(list(range(n)), timeout=DEADLOCK) for n in (2, WORLD)}
+    while True:
+        try:
+            call = pipe.recv_bytes()
+        except EOFError:
+            return
+        number, num_ranks, hosts, debug, module, name, args = pickle.loads(call)
+        try:
+            torch.manual_seed(0)
+            mesh = Mesh(
+                topology=Topology(hosts=hosts, local=num_ranks // hosts),
+                rank=rank,
+                lanes=everyone.get(num_ranks, {}),
+                store=dist.PrefixStore(f"call/{number}", store),
+                debug=debug,
+            )
+            result = getattr(importlib.import_module(module), name)(mesh, *args)
+            mesh.close()
+            answer = pickle.dumps((result, None))
+        except BaseException:
+            answer = pickle.dumps((None, traceback.format_exc()))
+        pipe.send_bytes(answer)

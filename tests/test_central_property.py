@@ -1,0 +1,98 @@
+"""The central property: k steps on 1, 2 and 4 ranks equal the oracle, and the ledger the formula."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import rowmesh as rm
+from rowmesh.runtime.verify import E1_TOLERANCE
+from tests.cases import Case, Run, cases, oracle_case, train_case
+from tests.ranks import run_on_ranks
+
+FAILING = Path("failing-plans")
+SUITE = settings(
+    derandomize=True,
+    deadline=None,
+    max_examples=60,
+    print_blob=False,
+    suppress_health_check=list(HealthCheck),
+)
+NIGHTLY = settings(SUITE, derandomize=False, max_examples=3000)
+
+
+def differences(case: Case, runs: list[Run], *, tolerance: float) -> list[str]:
+    """Names of everything that is not as the oracle says."""
+    expected = oracle_case(case)
+
+    def differ(a: torch.Tensor, b: torch.Tensor) -> bool:
+        if tolerance == 0.0:
+            return not torch.equal(a, b)
+        return not torch.allclose(a.float(), b.float(), rtol=tolerance, atol=tolerance)
+
+    found = [
+        f"losses of rank {rank}, step {step}"
+        for rank, run in enumerate(runs)
+        for step, losses in enumerate(run.losses)
+        if differ(losses, expected.losses[step][rank])
+    ]
+    assert runs[0].weights.keys() == expected.weights.keys()
+    found += [n for n, w in expected.weights.items() if differ(runs[0].weights[n], w)]
+    for table, state in runs[0].states.items():
+        found += [
+            f"{table}.{name}"
+            for name, value in state.items()
+            if differ(value, expected.states[table][name])
+        ]
+    for rank, run in enumerate(runs):
+        for i, (ours, first) in enumerate(zip(run.copies, runs[0].copies, strict=True)):
+            if not torch.equal(ours, first):
+                found.append(f"copies {i} of rank {rank} and rank 0")
+    return found
+
+
+def check(case: Case, *, tolerance: float) -> None:
+    runs = run_on_ranks(case.world, train_case, case, hosts=case.hosts)
+    wrong = differences(case, runs, tolerance=tolerance)
+    if wrong:
+        FAILING.mkdir(exist_ok=True)
+        (FAILING / "last.json").write_text(json.dumps(asdict(case), default=str))
+    assert not wrong
+    if case.accumulate == 1:
+        for step, ids in enumerate(case.ids):
+            features = [case.batch(step, rank)["features"] for rank in range(len(ids))]
+            paths = {t.collection for t in case.plan().tables}
+            predicted = rm.predict(case.plan(), [dict.fromkeys(paths, f) for f in features])
+            assert predicted == [run.ledgers[step] for run in runs]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@SUITE
+@given(data=st.data())
+def test_exact_plans_equal_the_oracle_bitwise(world: int, data: st.DataObject) -> None:
+    case = data.draw(cases(world=world))
+    assert case.plan().exactness == "E0"
+    check(case, tolerance=0.0)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@settings(SUITE, max_examples=25)
+@given(data=st.data())
+def test_row_split_pooled_plans_equal_the_oracle_within_tolerance(
+    world: int, data: st.DataObject
+) -> None:
+    case = data.draw(cases(world=world, exact=False))
+    assert case.plan().exactness == "E1"
+    check(case, tolerance=E1_TOLERANCE)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("world", [1, 2, 4])
+@NIGHTLY
+@given(data=st.data())
+def test_many_more_exact_plans(world: int, data: st.DataObject) -> None:
+    check(data.draw(cases(world=world)), tolerance=0.0)
