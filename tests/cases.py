@@ -268,7 +268,9 @@ def tables(draw: st.DrawFn, world: int, kind: str, exact: bool) -> Table:
 
 @st.composite
 def cases(draw: st.DrawFn, *, world: int, exact: bool = True) -> Case:
-    kinds = draw(st.lists(st.sampled_from(["bags", "weighted", "sequence"]), min_size=1, max_size=2))
+    kinds = draw(
+        st.lists(st.sampled_from(["bags", "weighted", "sequence"]), min_size=1, max_size=2)
+    )
     collections = tuple(
         Collection(
             kind=kind,
@@ -289,12 +291,7 @@ def cases(draw: st.DrawFn, *, world: int, exact: bool = True) -> Case:
         ranks = []
         for _ in range(world):
             num_samples = draw(st.integers(0, 4))
-            ranks.append(
-                [
-                    [draw(_bag(rows)) for _ in range(num_samples)]
-                    for rows in sizes
-                ]
-            )
+            ranks.append([[draw(_bag(rows)) for _ in range(num_samples)] for rows in sizes])
         steps.append(ranks)
     return Case(
         world=world,

@@ -31,7 +31,7 @@ _CALLS = itertools.count()
 DEADLOCK = timedelta(seconds=10)  # a wait that lasts longer never ends
 
 
-class RankFailure(AssertionError):
+class RankError(AssertionError):
     """A body raised, hung or died; the message has every rank's traceback."""
 
 
@@ -78,7 +78,7 @@ class _Pool:
                 errors.append(f"rank {rank}: {error}")
         if errors:
             self.kill()
-            raise RankFailure("\n".join(errors))
+            raise RankError("\n".join(errors))
         return results
 
     def kill(self) -> None:
@@ -102,9 +102,7 @@ def _pool() -> _Pool:
 def _serve(rank: int, store_file: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(store_file, WORLD)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=WORLD, timeout=DEADLOCK
-    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=DEADLOCK)
     everyone = {n: make_lanes(list(range(n)), timeout=DEADLOCK) for n in (2, WORLD)}
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The central property: k steps on 1, 2 and 4 ranks equal the oracle, and the ledger the formula."""
+"""The central property: training on 1, 2, 4 ranks equals the oracle; the ledger the formula."""
 
 import json
 from dataclasses import asdict

@@ -43,6 +43,25 @@ class Table(nn.Module):
         return f"{self.config.num_embeddings}, {self.config.embedding_dim}"
 
 
+class Tables(nn.Module):
+    """Tables by name. Unlike ``nn.ModuleDict`` it takes any name, ``items`` and ``keys`` too."""
+
+    def __init__(self, tables: dict[str, Table]) -> None:
+        super().__init__()
+        self._modules.update(tables)
+
+    def __getitem__(self, name: str) -> Table:
+        table = self._modules[name]
+        assert isinstance(table, Table)
+        return table
+
+    def __delitem__(self, name: str) -> None:
+        del self._modules[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._modules
+
+
 class _Collection(nn.Module):
     """What bags and sequences share: tables, their initial values, and the engine."""
 
@@ -66,11 +85,10 @@ class _Collection(nn.Module):
         self.seed, self.is_weighted = seed, is_weighted
         self._configs = list(tables)
         self.readers: list[Reader] = readers_of(tables)
-        modules = nn.ModuleDict({t.name: Table(t, device=device) for t in tables})
+        modules = Tables({t.name: Table(t, device=device) for t in tables})
         self.add_module(self.table_attribute, modules)
         for config in tables if device.type != "meta" else ():
-            weight = self.table_modules()[config.name].weight
-            assert isinstance(weight, Tensor)
+            weight = modules[config.name].weight
             rows = torch.arange(config.num_embeddings, device=device)
             fill_initial_values(weight.detach(), config, rows, seed=seed)
         self.engine: Engine = LocalEngine(self)
@@ -80,10 +98,10 @@ class _Collection(nn.Module):
         """TorchRec's name for the dict of tables, so that state-dict keys agree."""
         return "embedding_bags" if self.pooled else "embeddings"
 
-    def table_modules(self) -> nn.ModuleDict:
+    def table_modules(self) -> Tables:
         """The tables by name; empty once the collection is sharded."""
         modules = getattr(self, self.table_attribute)
-        assert isinstance(modules, nn.ModuleDict)
+        assert isinstance(modules, Tables)
         return modules
 
     def configs(self) -> list[TableConfig]:

@@ -67,7 +67,6 @@ class LocalEngine:
     def _weight(self, table: int) -> Tensor:
         collection = self._collection[0]
         weight = collection.table_modules()[collection.configs()[table].name].weight
-        assert isinstance(weight, Tensor)
         return weight
 
     def _current_stacks(self) -> list[_Stack]:

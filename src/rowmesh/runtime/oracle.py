@@ -31,7 +31,6 @@ def materialise(model: nn.Module, *, device: torch.device | str = "cpu") -> nn.M
         for config in configs:
             table = module.table_modules()[config.name]
             weight = table.weight
-            assert isinstance(weight, Tensor)
             if weight.device.type == "meta":
                 values = torch.empty(weight.shape, dtype=weight.dtype, device=device)
                 rows = torch.arange(len(values), device=device)

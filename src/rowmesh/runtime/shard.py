@@ -178,7 +178,6 @@ def _fill(out: Tensor, region: Region, module: _Collection) -> None:
     part = out[region.start : region.start + region.num_rows]
     rows = torch.from_numpy(region.homes.rows(region.owner)).to(out.device)
     weight = module.table_modules()[config.name].weight
-    assert isinstance(weight, Tensor)
     if weight.device.type == "meta":
         fill_initial_values(part, config, rows, seed=module.seed)
     else:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rowmesh.comm.mesh import Mesh
 from rowmesh.data import EVAL_STEP, SyntheticClicks
@@ -37,7 +37,6 @@ _DENSE: Final[dict[str, Callable[..., torch.optim.Optimizer]]] = {
     "adagrad": torch.optim.Adagrad,
     "adam": torch.optim.Adam,
 }
-_STATS_BATCHES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +72,7 @@ class RunConfig:
     sparse_lr: float = 0.05
     dense: str = "adagrad"
     dense_lr: float = 0.05
-    steps: int = 400
+    steps: int = 300
     eval_steps: int = 20
     seed: int = 0
 
@@ -105,10 +104,23 @@ def build_model(config: RunConfig, *, device: torch.device | str = "cpu") -> DLR
         )
 
 
-def plan_run(config: RunConfig, model: nn.Module, topology: Topology) -> Plan:
-    """The plan of a run, from what rank 0's first batches ask for: the same on all ranks."""
-    batches = (config.data.batch_at(0, step).sparse_features for step in range(_STATS_BATCHES))
-    stats = Stats.from_batches(config.data.tables(config.dim), batches)
+def plan_run(
+    config: RunConfig, model: nn.Module, topology: Topology, *, num_batches: int = 4
+) -> Plan:
+    """The plan of a run, the same on all ranks.
+
+    It follows what rank 0's first ``num_batches`` batches ask for; with none of them, what ids
+    of the data's distribution would.
+    """
+    data, tables = config.data, config.data.tables(config.dim)
+    if num_batches:
+        batches = (data.batch_at(0, step).sparse_features for step in range(num_batches))
+        stats = Stats.from_batches(tables, batches)
+    else:
+        factors = {t.name: float(n) for t, n in zip(tables, data.pooling_factors, strict=True)}
+        stats = Stats.assume(
+            tables, batch_size=data.batch_size, pooling_factors=factors, alpha=data.alpha
+        )
     return make_plan(model, topology, stats=stats, split=config.split, exchange=config.exchange)
 
 
@@ -160,9 +172,7 @@ def _batches(config: RunConfig, mesh: Mesh, steps: range) -> Iterator[Batch]:
     return (config.data.batch_at(mesh.rank, step).to(mesh.device) for step in steps)
 
 
-def _fit(
-    config: RunConfig, model: DLRM, mesh: Mesh, on_step: Callable[[int, float], None]
-) -> None:
+def _fit(config: RunConfig, model: DLRM, mesh: Mesh, on_step: Callable[[int, float], None]) -> None:
     optimizer = Optimizer(
         model,
         dense=functools.partial(_DENSE[config.dense], lr=config.dense_lr),
@@ -188,9 +198,8 @@ def _evaluate(config: RunConfig, model: DLRM, mesh: Mesh) -> dict[str, Any]:
         assert batch.true_probabilities is not None
         found.update(logits, batch.labels, batch.true_probabilities)
         best.update(torch.logit(batch.true_probabilities), batch.labels)
-    whole, bayes = (_over_ranks(metrics.state(), mesh).result() for metrics in (found, best))
+    whole, bayes = (
+        ClickMetrics.from_state(mesh.total(metrics.state()).cpu()).result()
+        for metrics in (found, best)
+    )
     return {**whole, "bayes_auc": bayes["auc"]}
-
-
-def _over_ranks(state: Tensor, mesh: Mesh) -> ClickMetrics:
-    return ClickMetrics.from_state(mesh.total(state).cpu())

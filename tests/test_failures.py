@@ -1,0 +1,62 @@
+"""One rank's bad input, exception or death ends all ranks with its sentence, within seconds."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "scripts" / "failing.py"
+LIMIT_S = 10.0
+
+
+def run(how: str, folder: Path, *, ranks: int = 2) -> tuple[int, list[str], float]:
+    """Exit code, stderr of every rank, and seconds from the event to the end of all ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    command += ["--master-port=0", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    command += ["--redirects=3", f"--log-dir={folder / 'logs'}"]
+    done = subprocess.run(
+        [*command, str(SCRIPT), how, str(folder)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        timeout=90,
+        check=False,
+    )
+    ended = time.time()
+    event = folder / "event"
+    passed = ended - float(event.read_text()) if event.exists() else 0.0
+    logs = sorted((folder / "logs").glob("*/attempt_0/*/stderr.log"))
+    assert len(logs) == ranks
+    return done.returncode, [log.read_text() for log in logs], passed
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ("bad-id", "feature 'item', sample 2: id 100 is outside table 'items' (100 rows)"),
+        ("loader", "rank 1 failed: OSError: the disk with part-7 is gone"),
+        ("killed", "rank 1 is gone"),
+        ("silent", "rank 1 did not answer rank"),
+        ("short-plain", "rank 1 finished after 3 training steps"),
+    ],
+)
+def test_every_rank_ends_with_the_one_true_sentence(
+    how: str, sentence: str, tmp_path: Path
+) -> None:
+    ranks = 3 if how in ("killed", "loader") else 2
+    code, errors, passed = run(how, tmp_path, ranks=ranks)
+    assert code != 0
+    assert passed < LIMIT_S
+    for rank, text in enumerate(errors):
+        if rank != 1 or how == "bad-id":
+            assert sentence in text, f"rank {rank}:\n{text}"
+    if how == "loader":
+        assert "the disk with part-7 is gone" in errors[1]
+
+
+def test_loaders_of_different_length_end_together(tmp_path: Path) -> None:
+    code, errors, _ = run("short", tmp_path)
+    assert code == 0, errors
+    assert [(tmp_path / f"steps-{rank}").read_text() for rank in range(2)] == ["8", "8"]

@@ -1,0 +1,180 @@
+"""The central property must notice mistakes: each deliberate one here has to be caught."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from rowmesh.comm.mesh import Mesh
+from rowmesh.nn import kernels
+from rowmesh.runtime import embeddings, gradients, optimizer, shard
+from tests.cases import Case, Collection, Run, Table, train_case
+from tests.ranks import RankError, run_on_ranks
+from tests.test_central_property import differences
+
+
+def make_case(world: int) -> Case:
+    """Copies, a whole table pooled by its owner, a row-wise table whose ranks are not sorted."""
+    tables = (
+        Table(rows=8, dim=4, ranks=()),
+        Table(rows=8, dim=4, ranks=(1,), exchange="pooled"),
+        Table(rows=16, dim=4, ranks=tuple(reversed(range(world)))),
+    )
+    bags = [[0, 3, 3], [5, 1], [7, 3, 3, 2]]
+
+    def ids(table: Table, rank: int, step: int) -> list[list[int]]:
+        return [[(5 * i + 3 * rank + step) % table.rows for i in bag] for bag in bags]
+
+    steps = [[[ids(t, rank, step) for t in tables] for rank in range(world)] for step in range(3)]
+    return Case(world=world, collections=(Collection(tables=tables),), ids=steps, rule="rowwise")
+
+
+Patch = contextlib.AbstractContextManager[Any]
+
+
+def unchanged(mesh: Mesh) -> Patch:
+    return contextlib.nullcontext()
+
+
+def _reroute(change: Callable[[Any], Any]) -> Patch:
+    original = embeddings.route_bags
+    return mock.patch.object(embeddings, "route_bags", lambda *a, **k: change(original(*a, **k)))
+
+
+def swapped_rows_in_a_request(mesh: Mesh) -> Patch:
+    def change(route: Any) -> Any:
+        return replace(route, requests=[replace(r, rows=r.rows.flip(0)) for r in route.requests])
+
+    return _reroute(change if mesh.rank == 1 else lambda route: route)
+
+
+def gradient_of_a_duplicate_dropped(mesh: Mesh) -> Patch:
+    def change(route: Any) -> Any:
+        weights = torch.zeros(len(route.grad_bags))
+        weights[route.grad_starts.long()] = 1.0
+        return replace(route, grad_weights=weights)
+
+    return _reroute(change)
+
+
+def owners_in_sorted_order_on_one_rank(mesh: Mesh) -> Patch:
+    original = shard.lay_out
+
+    def lay_out(plans: Any, *args: Any, **kwargs: Any) -> Any:
+        plans = [
+            replace(p, tiers=(replace(p.rest, ranks=tuple(sorted(p.rest.ranks))),)) for p in plans
+        ]
+        return original(plans, *args, **kwargs)
+
+    return mock.patch.object(shard, "lay_out", lay_out if mesh.rank == 0 else original)
+
+
+def exchanged_tags_on_one_rank(mesh: Mesh) -> Patch:
+    original = embeddings.ShardedEngine.__init__
+
+    def init(self: Any, **kwargs: Any) -> None:
+        original(self, **kwargs)
+        for a, b in zip(self._backward, self._copied, strict=True):
+            a.number, b.number = b.number, a.number
+
+    return mock.patch.object(
+        embeddings.ShardedEngine, "__init__", init if mesh.rank == 0 else original
+    )
+
+
+def dense_gradients_not_summed(mesh: Mesh) -> Patch:
+    def reduce(self: Any) -> None:
+        self.discard()
+
+    return mock.patch.object(optimizer.DenseBuckets, "reduce", reduce)
+
+
+def copies_updated_on_one_rank_only(mesh: Mesh) -> Patch:
+    original = gradients.SparseGradients._spread
+
+    def spread(self: Any, *args: Any) -> Any:
+        found = original(self, *args)
+        return found if mesh.rank == 0 else replace(found, grad=torch.zeros_like(found.grad))
+
+    return mock.patch.object(gradients.SparseGradients, "_spread", spread)
+
+
+def one_ranks_gradients_left_out(mesh: Mesh) -> Patch:
+    original = gradients.SparseGradients._home
+
+    def home(self: Any, number: int, stack: Any, tickets: Any) -> Any:
+        last = self._engine.mesh.world - 1
+        for ticket in tickets:
+            sizes = [r.num_vectors for r in ticket.asked[number]]
+            if sizes[last]:
+                ticket.home.grads[number][-sizes[last] :] = 0.0
+        return original(self, number, stack, tickets)
+
+    return mock.patch.object(gradients.SparseGradients, "_home", home)
+
+
+def loss_divided_by_ranks(mesh: Mesh) -> Patch:
+    original = Mesh.mean
+    return mock.patch.object(Mesh, "mean", lambda self, x: original(self, x) / self.world)
+
+
+def parts_added_in_reverse_rank_order(mesh: Mesh) -> Patch:
+    original = kernels.coalesce
+
+    def coalesce(
+        rows: Any, values: Any, *, index: Any = None, labels: Any = (), **kwargs: Any
+    ) -> Any:
+        index = torch.arange(len(rows)) if index is None else index
+        labels = [label.flip(0) for label in labels]
+        return original(rows.flip(0), values, index=index.flip(0), labels=labels, **kwargs)
+
+    return mock.patch.object(gradients, "coalesce", coalesce)
+
+
+def sample_order_lost_within_a_part(mesh: Mesh) -> Patch:
+    def change(route: Any) -> Any:
+        """Reverse the entries of every vector's run."""
+        lengths = torch.diff(route.grad_starts, append=torch.tensor([len(route.grad_bags)]))
+        start = torch.repeat_interleave(route.grad_starts, lengths)
+        length = torch.repeat_interleave(lengths, lengths)
+        place = torch.arange(len(route.grad_bags))
+        order = 2 * start + length - 1 - place
+        return replace(route, grad_bags=route.grad_bags[order.long()])
+
+    return _reroute(change)
+
+
+MUTATIONS = [
+    swapped_rows_in_a_request,
+    gradient_of_a_duplicate_dropped,
+    owners_in_sorted_order_on_one_rank,
+    exchanged_tags_on_one_rank,
+    dense_gradients_not_summed,
+    copies_updated_on_one_rank_only,
+    one_ranks_gradients_left_out,
+    loss_divided_by_ranks,
+    parts_added_in_reverse_rank_order,
+    sample_order_lost_within_a_part,
+]
+
+
+def train_mutated(mesh: Mesh, name: str, world: int) -> Run:
+    with globals()[name](mesh):
+        return train_case(mesh, make_case(world))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_without_a_mutation_nothing_differs(world: int) -> None:
+    runs = run_on_ranks(world, train_mutated, "unchanged", world)
+    assert differences(make_case(world), runs, tolerance=0.0) == []
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
+def test_every_mutation_is_caught(mutation: Callable[[Mesh], Patch]) -> None:
+    with contextlib.suppress(RankError):  # some show as an error on a rank: caught as well
+        runs = run_on_ranks(4, train_mutated, mutation.__name__, 4)
+        assert differences(make_case(4), runs, tolerance=0.0)
