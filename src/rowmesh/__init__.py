@@ -3,7 +3,7 @@
 Write single-device code, make a plan, shard. `docs/` explains the plan and what is exact.
 """
 
-from rowmesh import models
+from rowmesh import data, models
 from rowmesh.comm import Mesh, init_mesh
 from rowmesh.cost import predict
 from rowmesh.errors import (
@@ -54,6 +54,7 @@ __all__ = [
     "Stats",
     "StepError",
     "Topology",
+    "data",
     "full_state_dict",
     "init_mesh",
     "load_plan",

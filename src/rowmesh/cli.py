@@ -80,7 +80,7 @@ def train_command(
     """
     with _one_sentence():
         config = RunConfig(
-            data=SyntheticClicks(cap=cap, alpha=alpha, batch_size=batch, seed=seed + 1),
+            data=SyntheticClicks(cap=cap, alpha=alpha, batch_size=batch, seed=seed),
             dim=dim,
             split=split,
             exchange=exchange,
@@ -132,13 +132,17 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _one_sentence() -> Iterator[None]:
-    """End the program with one sentence on stderr (of rank 0) and 2 for bad input, else 1."""
+    """End with one sentence on stderr (of rank 0) and 2 for bad input, 130 for a signal, else 1."""
     try:
         yield
+        return
     except RowmeshError as error:
-        if os.environ.get("RANK", "0") == "0":
-            typer.echo(f"rowmesh: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(exit_code(error)) from None
+        sentence, code = " ".join(str(error).split()), exit_code(error)
+    except KeyboardInterrupt as error:
+        sentence, code = f"stopped by {error or 'SIGINT'}", 130
+    if os.environ.get("RANK", "0") == "0":
+        typer.echo(f"rowmesh: {sentence}", err=True)
+    raise typer.Exit(code)
 
 
 def _train_rank(config: RunConfig, as_json: bool, mesh: Mesh) -> None:

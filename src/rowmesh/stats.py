@@ -3,11 +3,14 @@
 Planners read it; without it they assume bounded Zipf ids. `rowmesh profile` will add more.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
+from rowmesh.errors import InputError
 from rowmesh.features import KeyedJaggedTensor
 from rowmesh.tables import TableConfig
 
@@ -21,12 +24,29 @@ class Accesses:
     Args:
         requests: Ids looked up.
         bags: Bags with at least one id.
-        distinct: Distinct rows.
+        growth: Distinct rows in one batch, in two batches together, in four, in eight, ...
     """
 
     requests: float
     bags: float
-    distinct: float
+    growth: tuple[float, ...]
+
+    @property
+    def distinct(self) -> float:
+        """Distinct rows of one batch."""
+        return self.growth[0]
+
+    def union(self, num_batches: int) -> float:
+        """Distinct rows of so many batches together: what any of so many ranks touches.
+
+        Straight lines through the known points on doubly logarithmic paper; beyond the last
+        point the last line goes on.
+        """
+        i = min(int(math.log2(num_batches)), len(self.growth) - 2)
+        if i < 0 or self.growth[i] <= 0.0:  # one point only: as if batches shared no row
+            return num_batches * self.growth[0]
+        slope = math.log2(self.growth[i + 1] / self.growth[i])
+        return self.growth[i] * math.pow(num_batches / 2**i, slope)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,25 +61,21 @@ class Stats:
         tables: Iterable[TableConfig], batches: Iterable[KeyedJaggedTensor]
     ) -> "Stats":
         """Count what ``batches`` (of one rank) ask of ``tables``; the means are kept."""
-        tables = list(tables)
-        seen: dict[str, list[tuple[int, int, int]]] = {t.name: [] for t in tables}
-        sizes = []
-        for batch in batches:
-            sizes.append(batch.stride())
-            features = batch.to_dict()
-            for table in tables:
-                jagged = [features[f] for f in table.feature_names]
-                ids = np.concatenate([j.values().numpy() for j in jagged])
-                bags = sum(int((j.lengths() > 0).sum()) for j in jagged)
-                seen[table.name].append((len(ids), bags, len(np.unique(ids))))
-        return Stats(
-            batch_size=round(sum(sizes) / max(len(sizes), 1)),
-            tables={
-                name: Accesses(**dict(zip(Accesses.__slots__, map(float, means), strict=True)))
-                for name, rows in seen.items()
-                for means in [np.mean(rows, axis=0)]
-            },
-        )
+        tables, batches = list(tables), list(batches)
+        if not batches:
+            raise InputError("statistics need at least one batch")
+        found = {}
+        for table in tables:
+            jagged = [[batch[f] for f in table.feature_names] for batch in batches]
+            ids = [np.concatenate([j.values().cpu().numpy() for j in js]) for js in jagged]
+            bags = [sum(int((j.lengths() > 0).sum()) for j in js) for js in jagged]
+            found[table.name] = Accesses(
+                requests=float(np.mean([len(i) for i in ids])),
+                bags=float(np.mean(bags)),
+                growth=_growth(ids),
+            )
+        sizes = [batch.stride() for batch in batches]
+        return Stats(batch_size=round(sum(sizes) / len(sizes)), tables=found)
 
     @staticmethod
     def assume(
@@ -82,9 +98,21 @@ class Stats:
             found[table.name] = Accesses(
                 requests=requests,
                 bags=float(batch_size * len(table.feature_names)) * min(1.0, pooling),
-                distinct=_zipf_distinct(table.num_embeddings, requests, alpha),
+                growth=tuple(
+                    _zipf_distinct(table.num_embeddings, requests * 2**k, alpha) for k in range(13)
+                ),
             )
         return Stats(batch_size=batch_size, tables=found)
+
+
+def _growth(ids: list[NDArray[np.int64]]) -> tuple[float, ...]:
+    """Mean number of distinct ids in runs of 1, 2, 4, ... batches."""
+    found, width = [], 1
+    while width <= len(ids):
+        runs = [np.concatenate(ids[i : i + width]) for i in range(0, len(ids) - width + 1, width)]
+        found.append(float(np.mean([len(np.unique(run)) for run in runs])))
+        width *= 2
+    return tuple(found)
 
 
 def _zipf_distinct(num_rows: int, requests: float, alpha: float) -> float:

@@ -22,7 +22,10 @@ __all__ = ["Channel", "Handle", "Lane", "Wire"]
 _CHANNELS = 1024  # tag = sequence * _CHANNELS + channel
 _SEQUENCES = 1 << 19
 _HEADER_BIT = 1 << 30
-_DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8]
+_DTYPES = [
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.int32, torch.int64, torch.uint8),
+]
 
 
 class Lane(StrEnum):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from rowmesh.cost import expect_table
+from rowmesh.cost import expect_dense, expect_table
 from rowmesh.errors import InputError, did_you_mean
 from rowmesh.placement import (
     Copies,
@@ -75,9 +75,16 @@ def make_plan(
             for config in members
         ]
     stats = stats or Stats.assume(configs, batch_size=batch_size)
-    dense = [p.numel() for p in dense_parameters(model) if p.requires_grad]
-    plan = plan_tables(tables, topology, stats=stats, split=split, exchange=exchange, dedup=dedup)
-    return replace(plan, dense=bucket_elements(dense))
+    sizes = [p.numel() for p in dense_parameters(model) if p.requires_grad]
+    return plan_tables(
+        tables,
+        topology,
+        stats=stats,
+        dense=bucket_elements(sizes),
+        split=split,
+        exchange=exchange,
+        dedup=dedup,
+    )
 
 
 def plan_tables(
@@ -85,6 +92,7 @@ def plan_tables(
     topology: Topology,
     *,
     stats: Stats,
+    dense: tuple[int, ...] = (),
     split: str = "auto",
     exchange: str = "auto",
     dedup: bool = True,
@@ -100,11 +108,13 @@ def plan_tables(
     choose = _chooser(split, exchange, dedup, world)
     chosen = [choose(table, stats.tables[table.name]) for table in tables]
     placed = _place_whole_tables(chosen, stats.tables, world)
-    away = [expect_table(t, stats.tables[t.name], world=world).total for t in placed]
-    total, inside = sum(away), (topology.local - 1) / max(world - 1, 1)
+    total = sum(expect_table(t, stats.tables[t.name], world=world).total for t in placed)
+    total += expect_dense(sum(dense), world=world)
+    inside = (topology.local - 1) / max(world - 1, 1)
     return Plan(
         mesh=MeshShape(hosts=topology.hosts, local=topology.local, group=world),
         tables=tuple(placed),
+        dense=dense,
         predicted=Predicted(host_bytes=total * inside, cross_bytes=total * (1 - inside)),
     ).validate()
 

@@ -22,9 +22,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from rowmesh.comm.mesh import Mesh, init_mesh
 from rowmesh.comm.status import sentence_of
-from rowmesh.errors import InputError, RowmeshError
+from rowmesh.errors import InputError, PeerError
 
-__all__ = ["RunFailed", "exit_code", "launch"]
+__all__ = ["exit_code", "launch"]
 
 T = TypeVar("T")
 
@@ -35,19 +35,10 @@ _OURS = re.compile(r"(?:InputError|PlanError|NotExecutable|StepError|PeerError):
 _INPUT = re.compile(r"(?:rank \d+ failed: )?(?:InputError|PlanError|NotExecutable): ")
 
 
-class RunFailed(RowmeshError):
-    """A rank failed: one sentence, and the exit code it deserves."""
-
-    def __init__(self, sentence: str, *, code: int) -> None:
-        super().__init__(sentence)
-        self.code = code
-
-
 def exit_code(error: BaseException) -> int:
     """2 for bad input (`InputError`, `PlanError`), be it this rank's or a peer's; else 1."""
-    if isinstance(error, RunFailed):
-        return error.code
-    return _BAD_INPUT if _INPUT.match(sentence_of(error).removeprefix("PeerError: ")) else _OTHER
+    is_input = _INPUT.match(sentence_of(error).removeprefix("PeerError: "))
+    return _BAD_INPUT if is_input else _OTHER
 
 
 def launch(work: Callable[[Mesh], T], *, ranks: int | None = None) -> T:
@@ -65,8 +56,10 @@ def launch(work: Callable[[Mesh], T], *, ranks: int | None = None) -> T:
         What ``work`` gave on rank 0 (under ``torchrun``: on this rank).
 
     Raises:
-        InputError: If ``ranks`` is below 1, or not what ``torchrun`` started.
-        RunFailed: If a rank failed, with its sentence; or after a signal, when all ranks have ended.
+        InputError: If ``ranks`` is below 1, or not what ``torchrun`` started; or what a started
+            rank said of its input.
+        PeerError: If a started rank failed for another reason; the message is its sentence.
+        KeyboardInterrupt: If the launcher got a signal, once all ranks have ended.
     """
     if ranks is not None and ranks < 1:
         raise InputError(f"ranks is {ranks}, but must be at least 1")
@@ -101,8 +94,7 @@ def _start(work: Callable[[Mesh], T], ranks: int) -> T:
             rank, failure = error.get_first_failure()
             raise _explain(rank, failure) from None
         except SignalException as error:
-            signal = error.sigval
-            raise RunFailed(f"stopped by {signal.name}", code=128 + signal.value) from None
+            raise KeyboardInterrupt(error.sigval.name) from None
 
 
 def _run_rank(work: Callable[[Mesh], T]) -> T:
@@ -122,20 +114,20 @@ def _run_rank(work: Callable[[Mesh], T]) -> T:
         os._exit(exit_code(error))  # not exit(): it would wait for messages that never come
 
 
-def _explain(rank: int, failure: ProcessFailure) -> RunFailed:
-    message = failure.message  # of the error file: a dict, whatever its annotation says
+def _explain(rank: int, failure: ProcessFailure) -> InputError | PeerError:
+    message = failure.message  # of an error file: a dict, whatever its annotation says
     if failure.exitcode < 0:
         name = failure.signal_name()
         hint = ", as when memory runs out" if name == "SIGKILL" else ""
-        return RunFailed(f"rank {rank} was ended by {name}{hint}", code=_OTHER)
+        return PeerError(f"rank {rank} was ended by {name}{hint}")
     if not isinstance(message, dict):
-        return RunFailed(f"rank {rank} ended with code {failure.exitcode}", code=_OTHER)
+        return PeerError(f"rank {rank} ended with code {failure.exitcode} and left no message")
     sentence = " ".join(str(message["message"]).split())
     if _OURS.match(sentence):
         sentence = _OURS.sub("", sentence, count=1)
     else:
         sentence = f"rank {rank} failed: {sentence} (ROWMESH_DEBUG=1 shows where)"
-    return RunFailed(sentence, code=failure.exitcode)
+    return InputError(sentence) if failure.exitcode == _BAD_INPUT else PeerError(sentence)
 
 
 @contextlib.contextmanager
