@@ -54,9 +54,9 @@ def swapped_rows_in_a_request(mesh: Mesh) -> Patch:
 
 def gradient_of_a_duplicate_dropped(mesh: Mesh) -> Patch:
     def change(route: Any) -> Any:
-        weights = torch.zeros(len(route.grad_bags))
-        weights[route.grad_starts.long()] = 1.0
-        return replace(route, grad_weights=weights)
+        weights = torch.zeros(len(route.backward.positions))
+        weights[route.backward.starts.long()] = 1.0
+        return replace(route, backward=replace(route.backward, weights=weights))
 
     return _reroute(change)
 
@@ -138,12 +138,12 @@ def parts_added_in_reverse_rank_order(mesh: Mesh) -> Patch:
 def sample_order_lost_within_a_part(mesh: Mesh) -> Patch:
     def change(route: Any) -> Any:
         """Reverse the entries of every vector's run."""
-        lengths = torch.diff(route.grad_starts, append=torch.tensor([len(route.grad_bags)]))
-        start = torch.repeat_interleave(route.grad_starts, lengths)
+        starts, bags = route.backward.starts, route.backward.positions
+        lengths = torch.diff(starts, append=torch.tensor([len(bags)]))
+        start = torch.repeat_interleave(starts, lengths)
         length = torch.repeat_interleave(lengths, lengths)
-        place = torch.arange(len(route.grad_bags))
-        order = 2 * start + length - 1 - place
-        return replace(route, grad_bags=route.grad_bags[order.long()])
+        order = 2 * start + length - 1 - torch.arange(len(bags))
+        return replace(route, backward=replace(route.backward, positions=bags[order.long()]))
 
     return _reroute(change)
 

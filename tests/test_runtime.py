@@ -47,7 +47,9 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def test_two_runs_with_one_seed_are_bit_identical() -> None:
-    first, second = (run_on_ranks(4, train_case, make_case(4, hosts=2), hosts=2)[0] for _ in range(2))
+    first, second = (
+        run_on_ranks(4, train_case, make_case(4, hosts=2), hosts=2)[0] for _ in range(2)
+    )
     assert all(torch.equal(first.weights[n], second.weights[n]) for n in first.weights)
     assert all(torch.equal(a, b) for a, b in zip(first.losses, second.losses, strict=True))
 

@@ -175,7 +175,7 @@ class _View:
             disable=not self._console.is_terminal,
         )
         self._task = self._bar.add_task("train", total=config.steps, text="")
-        self._start = self._shown = 0.0
+        self._start, self._shown = 0.0, -math.inf
         self._loss = math.nan
 
     def __enter__(self) -> "_View":
@@ -187,7 +187,7 @@ class _View:
     def show_plan(self, plan: Plan) -> None:
         self._console.print(str(plan), markup=False)
         self._bar.start()
-        self._start = self._shown = time.perf_counter()
+        self._start = time.perf_counter()
 
     def show_step(self, step: int, loss: float) -> None:
         self._loss = loss if math.isnan(self._loss) else 0.95 * self._loss + 0.05 * loss

@@ -98,6 +98,8 @@ def flatten(
     if total != values.numel() or (len(lengths) and int(lengths.min()) < 0):
         raise InputError(f"lengths add up to {total}, but {values.numel()} ids were given")
     chosen = torch.tensor([keys[r.feature] for r in readers], device=device)
+    if pooled and not weighted and len(lengths) and int(lengths.max()) * len(lengths) == total:
+        return _flatten_even(values.view(len(keys), stride, -1), chosen)
     begins = features.offsets()[:-1].view(len(keys), stride).index_select(0, chosen)
     counts = lengths.view(len(keys), stride).index_select(0, chosen).long()
     if pooled:
@@ -119,6 +121,21 @@ def flatten(
         bag=bag.to(torch.int32),
         lengths=counts,
         weights=weights,
+    )
+
+
+def _flatten_even(values: Tensor, chosen: Tensor) -> Bags:
+    """`flatten` where every bag of the batch has the same number of ids."""
+    _, stride, length = values.shape
+    num_bags = stride * len(chosen)
+    bag = torch.arange(num_bags, dtype=torch.int32, device=values.device)
+    reader = torch.arange(len(chosen), device=values.device)
+    return Bags(
+        ids=values.index_select(0, chosen).transpose(0, 1).reshape(-1).long(),
+        reader=reader.repeat_interleave(length).repeat(stride),
+        bag=bag.repeat_interleave(length) if length != 1 else bag,
+        lengths=torch.full((num_bags,), length, device=values.device),
+        weights=None,
     )
 
 

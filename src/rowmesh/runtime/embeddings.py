@@ -80,7 +80,7 @@ class ShardedEngine:
         self._answer(routes, asked, buffers)
         for handle in arriving:
             handle.wait()
-        vectors = [self._pool(route, buffer) for route, buffer in zip(routes, buffers, strict=True)]
+        vectors = [r.forward.of(buffer) for r, buffer in zip(routes, buffers, strict=True)]
         if training:
             ticket = Ticket(number=self._number, routes=routes, asked=asked)
             self.tickets.append(ticket)
@@ -235,8 +235,7 @@ class ShardedEngine:
             sends = []
             for peer in mesh.peers():
                 request = asked[i][peer]
-                out = buffer.new_empty((request.num_vectors, stack.layout.dim))
-                _look_up(stack.home, request, out)
+                out = _look_up(stack.home, request, buffer.dtype)
                 sends.append((peer, out))
                 row_bytes = out.element_size() * out.shape[1]
                 mesh.ledger.record("rows", peer, len(request.rows) * row_bytes)
@@ -245,14 +244,12 @@ class ShardedEngine:
                 self._vectors[i].post(self._number, sends=sends, receives=(), edge=None)
             )
             bounds = route.vector_bounds
-            _look_up(stack.home, asked[i][rank], buffer[bounds[rank] : bounds[rank + 1]])
+            own = buffer[bounds[rank] : bounds[rank + 1]]
+            if len(own):
+                _look_up_into(own, stack.home, asked[i][rank])
             if len(route.copied_slots):
                 out = buffer[bounds[-1] :]
                 torch.index_select(stack.copies, 0, route.copied_slots, out=out)
-
-    @staticmethod
-    def _pool(route: Route, buffer: Tensor) -> Tensor:
-        return pool(buffer, route.positions, route.starts, route.weights)
 
     def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor]) -> None:
         """Send the gradient of every vector to its owner, of every copied row to its sum owner.
@@ -267,9 +264,7 @@ class ShardedEngine:
                 ticket.home.grads.append(grad[:0])
                 ticket.copied.grads.append(grad[:0])
                 continue
-            vectors = pool(
-                grad.contiguous(), route.grad_bags, route.grad_starts, route.grad_weights
-            )
+            vectors = route.backward.of(grad.contiguous())
             asked = ticket.asked[i]
             home = (route.vector_bounds, [r.num_vectors for r in asked])
             copied = (route.copy_bounds, [len(r.copied) for r in asked])
@@ -307,17 +302,27 @@ class ShardedEngine:
         arrivals.handles.append(handle)
 
 
-def _look_up(home: Tensor, request: Request, out: Tensor) -> None:
+def _look_up(home: Tensor, request: Request, dtype: torch.dtype) -> Tensor:
     """The vectors of a request: rows as they are, then bags summed."""
+    if not len(request.rows):
+        return _sum_bags(home, request).to(dtype)
+    out = home.new_empty((request.num_vectors, home.shape[1]), dtype=dtype)
+    _look_up_into(out, home, request)
+    return out
+
+
+def _look_up_into(out: Tensor, home: Tensor, request: Request) -> None:
     num_rows = len(request.rows)
     if num_rows and out.dtype == home.dtype:
         torch.index_select(home, 0, request.rows, out=out[:num_rows])
     elif num_rows:
         out[:num_rows] = home.index_select(0, request.rows)
     if request.num_pooled:
-        out[num_rows:] = pool(
-            home, request.pooled_slots(), request.pooled_starts(), request.weights
-        )
+        out[num_rows:] = _sum_bags(home, request)
+
+
+def _sum_bags(home: Tensor, request: Request) -> Tensor:
+    return pool(home, request.pooled_slots(), request.pooled_starts(), request.weights)
 
 
 class _Lookup(torch.autograd.Function):

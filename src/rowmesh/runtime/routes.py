@@ -18,13 +18,33 @@ import torch
 from torch import Tensor
 
 from rowmesh.nn.bags import Bags
-from rowmesh.nn.kernels import run_starts
+from rowmesh.nn.kernels import pool, run_starts
 from rowmesh.runtime.requests import Request
 from rowmesh.runtime.stacks import StackLayout
 
-__all__ = ["Route", "route_bags"]
+__all__ = ["Route", "Sum", "route_bags"]
 
 _INT32 = (1 << 31) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """The arguments of `pool` but for its source: which rows of it make up each result."""
+
+    positions: Tensor
+    starts: Tensor
+    weights: Tensor | None
+
+    def of(self, source: Tensor) -> Tensor:
+        """The sums."""
+        return pool(source, self.positions, self.starts, self.weights)
+
+    def kept(self, keep: Tensor) -> "Sum":
+        """Only the terms marked in ``keep``."""
+        before = torch.zeros(len(keep) + 1, dtype=torch.int32, device=keep.device)
+        torch.cumsum(keep, 0, dtype=torch.int32, out=before[1:])
+        weights = None if self.weights is None else self.weights[keep]
+        return Sum(self.positions[keep], before.index_select(0, self.starts), weights)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,22 +56,16 @@ class Route:
         vector_bounds: ``[W + 1]`` slices of the vector buffer by owner; copies follow the last.
         copy_bounds: ``[W + 1]`` slices of the copied vectors by sum owner.
         copied_slots: Rows of the copies stack to read.
-        positions: Vectors of every bag, bag after bag; ``starts`` where each bag begins.
-        weights: Of ``positions``, or None.
-        grad_bags: Bags whose gradients make up each vector's, vector after vector;
-            ``grad_starts`` where each vector begins, ``grad_weights`` their weights or None.
+        forward: Every bag from the vectors.
+        backward: Every vector's gradient from the bags'.
     """
 
     requests: Sequence[Request]
     vector_bounds: Sequence[int]
     copy_bounds: Sequence[int]
     copied_slots: Tensor
-    positions: Tensor
-    starts: Tensor
-    weights: Tensor | None
-    grad_bags: Tensor
-    grad_starts: Tensor
-    grad_weights: Tensor | None
+    forward: Sum
+    backward: Sum
 
     @property
     def num_vectors(self) -> int:
@@ -65,10 +79,7 @@ def route_bags(layout: StackLayout, bags: Bags, *, training: bool) -> Route:
     Sum owners are told which copied rows a batch touches only if gradients will follow.
     """
     world, num_bags = len(layout.home_slots), len(bags.lengths)
-    shards = layout.num_shards.index_select(0, bags.reader)
-    entry = layout.first_entry.index_select(0, bags.reader) + bags.ids % shards
-    slot = layout.slot0.index_select(0, entry)
-    slot += (bags.ids // shards) * layout.stride.index_select(0, entry)
+    entry, slot = _slots(layout, bags)
     bases = _bases(layout, num_bags)  # of rows and bags by owner, then of copies, then the end
     pooled = layout.is_pooled.index_select(0, bags.reader) if layout.has_pooled else None
     keys = _keys(layout, bags, entry, slot, pooled, bases)
@@ -81,41 +92,34 @@ def route_bags(layout: StackLayout, bags: Bags, *, training: bool) -> Route:
     cuts = torch.searchsorted(vector_keys, edges).tolist()
     by_region, copy_cuts = cuts[: 2 * world + 1], cuts[2 * world + 1 :]
 
-    inverse = torch.empty(len(keys), dtype=torch.int32, device=keys.device)
-    lengths = torch.diff(starts, append=starts.new_tensor([len(keys)]))
-    vector_of = torch.repeat_interleave(
-        torch.arange(len(starts), dtype=torch.int32, device=keys.device),
-        lengths,
-        output_size=len(keys),
-    )
-    inverse[order] = vector_of
-    bag_of = bags.bag.index_select(0, order)
+    first = torch.zeros(len(keys), dtype=torch.int32, device=keys.device)
+    first[starts.long()] = 1
+    vector_of = torch.cumsum(first, 0, dtype=torch.int32).sub_(1)
+    inverse = torch.empty_like(vector_of).scatter_(0, order, vector_of)
     weights = bags.weights
-    sorted_weights = None if weights is None else weights.index_select(0, order)
+    if weights is not None and pooled is not None:
+        weights = torch.where(pooled, 1.0, weights)  # owners apply those of bags they pool
     bag_starts = (torch.cumsum(bags.lengths, 0) - bags.lengths).to(torch.int32)
-    route_starts, grad_starts = bag_starts, starts
-    if pooled is None:
-        positions, grad_bags = inverse, bag_of
-        grad_weights = sorted_weights
-        pooled_ids = None
-    else:
-        first = torch.zeros(len(keys), dtype=torch.bool, device=keys.device)
-        first[starts.long()] = True
+    forward = Sum(inverse, bag_starts, weights)
+    backward = Sum(bags.bag.index_select(0, order), starts, _select(weights, order))
+    pooled_ids = None
+    if pooled is not None:
         pooled_ids = slot.index_select(0, order)
-        pooled_ids = torch.where(first, pooled_ids, ~pooled_ids)
-        by_owner = pooled.index_select(0, order)
-        keep_sorted = first | ~by_owner
-        keep = torch.empty_like(keep_sorted)
-        keep[order] = keep_sorted
-        positions, grad_bags = inverse[keep], bag_of[keep_sorted]
-        route_starts = _kept_before(keep, bag_starts)
-        grad_starts = _kept_before(keep_sorted, starts)
-        grad_weights = None
-        if weights is not None and sorted_weights is not None:
-            grad_weights = torch.where(by_owner, 1.0, sorted_weights)[keep_sorted]
-            weights = torch.where(pooled, 1.0, weights)[keep]
+        if len(starts) < len(keys):  # else every bag has one id, and nothing is left out
+            is_first = first.bool()
+            pooled_ids = torch.where(is_first, pooled_ids, ~pooled_ids)
+            keep = is_first | ~pooled.index_select(0, order)
+            backward = backward.kept(keep)
+            forward = forward.kept(torch.empty_like(keep).scatter_(0, order, keep))
     requests = _requests(
-        layout, bases, vector_keys, by_region, copy_cuts, sorted_keys, pooled_ids, sorted_weights
+        layout,
+        bases,
+        vector_keys,
+        by_region,
+        copy_cuts,
+        sorted_keys,
+        pooled_ids,
+        _select(bags.weights, order),
     )
     if not (training and layout.trainable):
         requests = [replace(r, copied=r.copied[:0]) for r in requests]
@@ -124,13 +128,22 @@ def route_bags(layout: StackLayout, bags: Bags, *, training: bool) -> Route:
         vector_bounds=[by_region[2 * owner] for owner in range(world + 1)],
         copy_bounds=copy_cuts,
         copied_slots=vector_keys[by_region[2 * world] :] - bases[-2],
-        positions=positions,
-        starts=route_starts,
-        weights=weights,
-        grad_bags=grad_bags,
-        grad_starts=grad_starts,
-        grad_weights=grad_weights,
+        forward=forward,
+        backward=backward,
     )
+
+
+def _slots(layout: StackLayout, bags: Bags) -> tuple[Tensor, Tensor]:
+    """For every id its (table, virtual shard) entry of the layout, and its slot."""
+    first = layout.first_entry.index_select(0, bags.reader)
+    if layout.shard_bits is not None:
+        shard, row = bags.ids & ((1 << layout.shard_bits) - 1), bags.ids >> layout.shard_bits
+    else:
+        shards = layout.num_shards.index_select(0, bags.reader)
+        shard, row = bags.ids % shards, bags.ids // shards
+    entry = first.add_(shard)
+    row.mul_(layout.stride.index_select(0, entry))
+    return entry, row.add_(layout.slot0.index_select(0, entry))
 
 
 def _bases(layout: StackLayout, num_bags: int) -> list[int]:
@@ -172,11 +185,8 @@ def _vector_starts(layout: StackLayout, bags: Bags, keys: Tensor, order: Tensor)
     return run_starts(keys, torch.where(once, -1, number))
 
 
-def _kept_before(keep: Tensor, at: Tensor) -> Tensor:
-    """How many entries are kept before each position of ``at``."""
-    before = torch.zeros(len(keep) + 1, dtype=torch.int32, device=keep.device)
-    torch.cumsum(keep, 0, dtype=torch.int32, out=before[1:])
-    return before.index_select(0, at)
+def _select(values: Tensor | None, order: Tensor) -> Tensor | None:
+    return None if values is None else values.index_select(0, order)
 
 
 def _requests(

@@ -63,6 +63,7 @@ class StackLayout:
     is_pooled: Tensor  # per reader: owners pool
     is_deduped: Tensor  # per reader
     num_shards: Tensor  # per reader
+    shard_bits: int | None  # log2 of num_shards where it is one power of two for all
     first_entry: Tensor  # per reader
     owner: Tensor
     slot0: Tensor
@@ -158,11 +159,17 @@ def _lay_out_one(
         is_pooled=flags([_owner_pools(p) for p in of_reader]),
         is_deduped=flags([p.dedup or _owner_pools(p) or _is_copied(p) for p in of_reader]),
         num_shards=tensor([p.virtual_shards for p in of_reader]),
+        shard_bits=_shard_bits({p.virtual_shards for p in of_reader}),
         first_entry=tensor([entries[readers[r].table] for r in members]),
         owner=tensor(owner),
         slot0=tensor(slot0),
         stride=tensor(stride),
     )
+
+
+def _shard_bits(sizes: set[int]) -> int | None:
+    size = next(iter(sizes))
+    return size.bit_length() - 1 if len(sizes) == 1 and size & (size - 1) == 0 else None
 
 
 def _is_copied(plan: TablePlan) -> bool:

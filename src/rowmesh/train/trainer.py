@@ -131,10 +131,10 @@ def train(
         on_step: Called with the number of steps done and the mean loss of this rank's batch.
 
     Returns:
-        The same on all ranks, but for the times: what `ClickMetrics.result` says of the held-out batches;
-        ``bayes_auc``, the AUC of the planted probabilities; ``bytes`` that all ranks sent in
-        training, by link; ``train_s`` and ``samples_per_s``, of all ranks and with the making of
-        the data; ``ranks``, ``steps`` and the plan's ``exactness``.
+        The same on all ranks, but for the times: what `ClickMetrics.result` says of the held-out
+        batches; ``bayes_auc``, the AUC of the planted probabilities; ``bytes`` that all ranks
+        sent in training, by link; ``train_s``, and ``samples_per_s`` of all ranks, both with the
+        making of the data; ``ranks``, ``steps`` and the plan's ``exactness``.
 
     Collective:
         All ranks.
