@@ -11,6 +11,7 @@ layers alone, on all ranks at once, with no communication. The flags are the pee
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import platform
@@ -87,7 +88,7 @@ def main() -> None:
     sent = mesh.ledger.by_edge()
     mesh.total(0)
     moved = [b - a for a, b in zip(before, nic_bytes(), strict=True)]
-    times = [1e3 * (b - a) for a, b in zip(marks, marks[1:], strict=False)]
+    times = [1e3 * (b - a) for a, b in itertools.pairwise(marks)]
     result = {
         "ms_median": round(median(times), 2),
         "ms_min": round(min(times), 2),

@@ -85,7 +85,7 @@ def loop_bags(
     module: EmbeddingBagCollection, features: KeyedJaggedTensor, upstream: Tensor
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """The output, and the tables' gradients added sample by sample, in fp32."""
-    out = np.zeros(tuple(upstream.shape), np.float32)
+    out, jaggeds = np.zeros(tuple(upstream.shape), np.float32), features.to_dict()
     grads: dict[str, np.ndarray] = {}
     columns: dict[str, list[tuple[str, slice]]] = {}
     start = 0
@@ -100,7 +100,7 @@ def loop_bags(
         grads[config.name] = np.zeros_like(weight)
         for sample in range(features.stride()):
             for feature, block in columns[config.name]:
-                jagged = features[feature]
+                jagged = jaggeds[feature]
                 part = slice(*jagged.offsets()[sample : sample + 2].tolist())
                 ids = jagged.values()[part].tolist()
                 factors = [np.float32(1)] * len(ids)

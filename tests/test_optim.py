@@ -1,7 +1,7 @@
 """The update rules, against a loop over rows and elements, and against torch's optimisers."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,15 @@ DIMS = [1, 3, 8, 64, 65]
 RULES: list[UpdateRule] = [SGD(lr=0.1), RowwiseAdagrad(lr=0.1), Adagrad(lr=0.1), Adam(lr=0.1)]
 by_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
 Step = tuple[Tensor, Tensor]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny tensors: on a busy machine a second thread costs a thousand times the work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class Row:
@@ -239,7 +248,9 @@ def test_nor_does_it_depend_on_threads(rule: UpdateRule) -> None:
     """2,000 rows of 64 are enough for torch to share an operation among threads."""
     rng = torch.Generator().manual_seed(0)
     weight, grad = (torch.randn((2000, 64), generator=rng) for _ in range(2))
+    torch.set_num_threads(2)
     together = run(rule, weight.clone(), [(torch.arange(2000), grad)] * 2)
+    torch.set_num_threads(1)
     for row in (0, 999, 1000, 1999):
         rows = torch.tensor([row])
         alone = run(rule, weight[rows].clone(), [(torch.tensor([0]), grad[rows])] * 2)

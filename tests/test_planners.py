@@ -141,7 +141,7 @@ def test_foreign_collections_are_planned() -> None:
 
         def __init__(self) -> None:
             super().__init__()
-            table = nn.EmbeddingBag(8, 2, device="meta")
+            table = nn.EmbeddingBag(8, 2)
             self.embedding_bags = nn.ModuleDict({"t": table})
 
         def embedding_bag_configs(self) -> list[SimpleNamespace]:
@@ -277,7 +277,8 @@ def test_plan_tables_needs_no_model() -> None:
 
 def test_a_plan_for_512_ranks_and_1000_tables() -> None:
     model = bags(*(bag(f"t{i}", 1000 * (i + 1)) for i in range(1000)))
-    plan = make_plan(model, Topology(hosts=64, local=8))
+    stats = stats_of(**{f"t{i}": uses(1, 300) for i in range(1000)})
+    plan = make_plan(model, Topology(hosts=64, local=8), stats=stats)
     assert len(plan.tables) == 1000
     totals = bytes_per_rank(plan)
     assert max(totals) < 1.2 * min(totals)
@@ -400,24 +401,35 @@ def jagged_batch(rng: np.random.Generator, size: int, mean: float) -> KeyedJagge
         {"exchange": Exchange.POOLED},
         {"exchange": Exchange.POOLED, "tiers": (Tier(ranks=(2,)),)},
         {"tiers": (Tier(ranks=(0, 1, 2, 3), copies=Copies.WORLD),)},
-        # Defect: pooled owners also get 4 bytes of weight per id, which are not expected.
-        {"exchange": Exchange.POOLED, "weighted": True, "embedding_dim": 1},
     ],
-    ids=["rows", "no-dedup", "fp16", "frozen", "pooled", "table-wise-pooled", "copies", "weighted"],
+    ids=["rows", "no-dedup", "fp16", "frozen", "pooled", "table-wise-pooled", "copies"],
 )
 def test_expected_bytes_are_within_a_tenth_of_20_batches(
     changes: dict[str, Any], mean: float
 ) -> None:
+    measured, expected = measure_and_expect(changes, mean)
+    assert expected == pytest.approx(measured, rel=0.1)
+
+
+def test_expected_bytes_count_weights_of_ids() -> None:
+    # Defect: pooled owners also get 4 bytes of weight per id (`predict` and the ledger have
+    # them under "sample weights"), which `expect_table` leaves out.
+    changes = {"exchange": Exchange.POOLED, "weighted": True, "embedding_dim": 1}
+    measured, expected = measure_and_expect(changes, 8.0)
+    assert expected == pytest.approx(measured, rel=0.1)
+
+
+def measure_and_expect(changes: dict[str, Any], mean: float) -> tuple[float, float]:
+    """Bytes of `predict` over 20 steps of 4 ranks, and those expected from their statistics."""
     rng, world = np.random.default_rng(0), 4
     fields: dict[str, Any] = {"num_embeddings": 6400, "virtual_shards": 64, "embedding_dim": 8}
     table = table_plan(world, **fields | changes)
     plan = one_table_plan(table, world)
     steps = [[jagged_batch(rng, 64, mean) for _ in range(world)] for _ in range(20)]
-    measured = np.mean([sent(plan, step) for step in steps])
+    measured = float(np.mean([sent(plan, step) for step in steps]))
     config = bag("t", 6400, feature_names=["f"])
     stats = Stats.from_batches([config], [b for step in steps for b in step])
-    expected = expect_table(table, stats.tables["t"], world=world).total
-    assert expected == pytest.approx(measured, rel=0.1)
+    return measured, expect_table(table, stats.tables["t"], world=world).total
 
 
 FEATURE = st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=3, max_size=3)

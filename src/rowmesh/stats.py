@@ -88,7 +88,7 @@ class Stats:
         """Expected accesses if ids were bounded Zipf(alpha), independent of each other.
 
         Row of popularity k has probability p_k = k^-alpha / sum; a batch of n requests touches
-        sum_k 1 - (1 - p_k)^n rows. Ranks beyond 10,000 are binned.
+        sum_k 1 - (1 - p_k)^n rows. Ranks beyond 1,000 are binned.
         """
         factors = pooling_factors or {}
         found = {}
@@ -98,9 +98,7 @@ class Stats:
             found[table.name] = Accesses(
                 requests=requests,
                 bags=float(batch_size * len(table.feature_names)) * min(1.0, pooling),
-                growth=tuple(
-                    _zipf_distinct(table.num_embeddings, requests * 2**k, alpha) for k in range(13)
-                ),
+                growth=_zipf_growth(table.num_embeddings, requests, alpha),
             )
         return Stats(batch_size=batch_size, tables=found)
 
@@ -115,15 +113,14 @@ def _growth(ids: list[NDArray[np.int64]]) -> tuple[float, ...]:
     return tuple(found)
 
 
-def _zipf_distinct(num_rows: int, requests: float, alpha: float) -> float:
-    """Expected distinct rows; ranks are binned geometrically beyond the first 10,000."""
-    exact = np.arange(1, min(num_rows, 10_000) + 1, dtype=np.float64)
-    edges = np.unique(np.geomspace(10_001, num_rows + 1, 2_000).astype(np.int64))
-    if num_rows <= 10_000 or len(edges) < 2:
-        ranks, counts = exact, np.ones_like(exact)
-    else:
-        counts = np.concatenate([np.ones_like(exact), np.diff(edges).astype(np.float64)])
-        ranks = np.concatenate([exact, (edges[:-1] + edges[1:] - 1) / 2.0])
+def _zipf_growth(num_rows: int, requests: float, alpha: float) -> tuple[float, ...]:
+    """Expected distinct rows of 1, 2, 4, ... 4,096 batches; ranks beyond 1,000 are binned."""
+    ranks = np.arange(1, min(num_rows, 1_000) + 1, dtype=np.float64)
+    counts = np.ones_like(ranks)
+    if num_rows > 1_000:
+        edges = np.unique(np.geomspace(1_001, num_rows + 1, 500).astype(np.int64))
+        counts = np.concatenate([counts, np.diff(edges).astype(np.float64)])
+        ranks = np.concatenate([ranks, (edges[:-1] + edges[1:] - 1) / 2.0])
     weight = ranks**-alpha
-    p = weight / (weight * counts).sum()
-    return float((counts * -np.expm1(requests * np.log1p(-np.minimum(p, 1 - 1e-12)))).sum())
+    miss = np.log1p(-np.minimum(weight / (weight * counts).sum(), 1 - 1e-12))
+    return tuple(float(-(counts * np.expm1(requests * 2**k * miss)).sum()) for k in range(13))

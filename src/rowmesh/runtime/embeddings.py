@@ -18,6 +18,7 @@ from rowmesh.nn.collections import Piece
 from rowmesh.nn.kernels import pool
 from rowmesh.runtime.requests import NUM_COUNTS, Request, num_words, pack, unpack
 from rowmesh.runtime.routes import Route, route_bags
+from rowmesh.runtime.scratch import Scratch
 from rowmesh.runtime.tickets import Arrivals, Stack, Ticket
 from rowmesh.tables import TableConfig
 
@@ -51,6 +52,7 @@ class ShardedEngine:
         self.id_dtype = torch.int64 if wide else torch.int32
         self._anchor = torch.zeros((), device=mesh.device, requires_grad=True)
         self._leaving: list[Handle] = []
+        self._scratch = Scratch(mesh.device)
         self._number = 0
         wire = mesh.wire
         self._counts = wire.channel(f"counts of {path}", Lane.CONTROL)
@@ -173,9 +175,7 @@ class ShardedEngine:
         for stack, route, channel in zip(self.stacks, routes, self._vectors, strict=True):
             layout, bounds = stack.layout, route.vector_bounds
             dtype = torch.float32 if layout.has_pooled else layout.dtype
-            buffer = torch.empty(
-                (route.num_vectors, layout.dim), dtype=dtype, device=self.mesh.device
-            )
+            buffer = self._scratch.take(("vectors", channel), route.num_vectors, layout.dim, dtype)
             receives = [(p, buffer[bounds[p] : bounds[p + 1]]) for p in self.mesh.peers()]
             handles.append(channel.post(self._number, sends=(), receives=receives, edge=None))
             buffers.append(buffer)
@@ -235,7 +235,9 @@ class ShardedEngine:
             sends = []
             for peer in mesh.peers():
                 request = asked[i][peer]
-                out = _look_up(stack.home, request, buffer.dtype)
+                size = (request.num_vectors, stack.layout.dim)
+                out = self._scratch.take(("answer", i, peer), *size, buffer.dtype)
+                _look_up(stack.home, request, out)
                 sends.append((peer, out))
                 row_bytes = out.element_size() * out.shape[1]
                 mesh.ledger.record("rows", peer, len(request.rows) * row_bytes)
@@ -244,9 +246,7 @@ class ShardedEngine:
                 self._vectors[i].post(self._number, sends=sends, receives=(), edge=None)
             )
             bounds = route.vector_bounds
-            own = buffer[bounds[rank] : bounds[rank + 1]]
-            if len(own):
-                _look_up_into(own, stack.home, asked[i][rank])
+            _look_up(stack.home, asked[i][rank], buffer[bounds[rank] : bounds[rank + 1]])
             if len(route.copied_slots):
                 out = buffer[bounds[-1] :]
                 torch.index_select(stack.copies, 0, route.copied_slots, out=out)
@@ -264,7 +264,7 @@ class ShardedEngine:
                 ticket.home.grads.append(grad[:0])
                 ticket.copied.grads.append(grad[:0])
                 continue
-            vectors = route.backward.of(grad.contiguous())
+            vectors = self._vector_gradients(i, ticket, grad.contiguous())
             asked = ticket.asked[i]
             home = (route.vector_bounds, [r.num_vectors for r in asked])
             copied = (route.copy_bounds, [len(r.copied) for r in asked])
@@ -276,6 +276,19 @@ class ShardedEngine:
         if not self.is_accumulating and all(t.is_sent for t in self.tickets):
             for launch in self.on_all_sent:
                 launch()
+
+    def _vector_gradients(self, stack: int, ticket: Ticket, grad: Tensor) -> Tensor:
+        """The gradient of every vector of a ticket, from those of its bags."""
+        backward = ticket.routes[stack].backward
+        if not backward.is_selection:
+            return backward.of(grad)
+        name = ("gradients", stack, self._place(ticket.number))
+        out = self._scratch.take(name, len(backward.positions), grad.shape[1])
+        return torch.index_select(grad, 0, backward.positions, out=out)
+
+    def _place(self, number: int) -> int:
+        """Which of the tickets under way has this number; each has buffers of its own."""
+        return [t.number for t in self.tickets].index(number)
 
     def _send(
         self,
@@ -289,7 +302,8 @@ class ShardedEngine:
     ) -> None:
         """Slices of ``vectors`` to all ranks; ``sizes[source]`` come from each."""
         mesh = self.mesh
-        arrived = vectors.new_empty((sum(sizes), vectors.shape[1]))
+        name = ("arrived", edge, len(arrivals.grads), self._place(number))
+        arrived = self._scratch.take(name, sum(sizes), vectors.shape[1])
         parts = arrived.split(list(sizes))
         handle = channel.post(
             number,
@@ -302,27 +316,20 @@ class ShardedEngine:
         arrivals.handles.append(handle)
 
 
-def _look_up(home: Tensor, request: Request, dtype: torch.dtype) -> Tensor:
+def _look_up(home: Tensor, request: Request, out: Tensor) -> None:
     """The vectors of a request: rows as they are, then bags summed."""
-    if not len(request.rows):
-        return _sum_bags(home, request).to(dtype)
-    out = home.new_empty((request.num_vectors, home.shape[1]), dtype=dtype)
-    _look_up_into(out, home, request)
-    return out
-
-
-def _look_up_into(out: Tensor, home: Tensor, request: Request) -> None:
-    num_rows = len(request.rows)
-    if num_rows and out.dtype == home.dtype:
-        torch.index_select(home, 0, request.rows, out=out[:num_rows])
-    elif num_rows:
-        out[:num_rows] = home.index_select(0, request.rows)
-    if request.num_pooled:
-        out[num_rows:] = _sum_bags(home, request)
-
-
-def _sum_bags(home: Tensor, request: Request) -> Tensor:
-    return pool(home, request.pooled_slots(), request.pooled_starts(), request.weights)
+    num_rows, bags = len(request.rows), request.num_pooled
+    parts = [(request.rows, out[:num_rows])] if num_rows else []
+    if bags and bags == len(request.pooled) and request.weights is None:
+        parts.append((request.pooled, out[num_rows:]))  # every bag is one row
+    elif bags:
+        slots, starts = request.pooled_slots(), request.pooled_starts()
+        out[num_rows:] = pool(home, slots, starts, request.weights)
+    for slots, part in parts:
+        if part.dtype == home.dtype:
+            torch.index_select(home, 0, slots, out=part)
+        else:
+            part.copy_(home.index_select(0, slots))
 
 
 class _Lookup(torch.autograd.Function):

@@ -35,6 +35,11 @@ class Sum:
     starts: Tensor
     weights: Tensor | None
 
+    @property
+    def is_selection(self) -> bool:
+        """Each result is one row of the source as it is."""
+        return self.weights is None and len(self.positions) == len(self.starts)
+
     def of(self, source: Tensor) -> Tensor:
         """The sums."""
         return pool(source, self.positions, self.starts, self.weights)

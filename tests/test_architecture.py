@@ -1,0 +1,91 @@
+"""The shape of the repository: who imports whom, how long a file may be, what is public."""
+
+import ast
+import re
+from pathlib import Path
+
+import rowmesh
+
+ROOT = Path(rowmesh.__file__).parent
+REPOSITORY = Path(__file__).parent.parent
+WORDS = {"errors", "topology", "features", "tables", "placement", "stats"}
+
+# A part may import the parts listed here, itself, and WORDS. Nothing else.
+MAY_IMPORT: dict[str, set[str]] = {
+    "cost": set(),
+    "planners": {"cost"},
+    "comm": set(),
+    "nn": set(),
+    "optim": set(),
+    "runtime": {"comm", "nn", "optim"},
+    "models": {"nn"},
+    "data": set(),
+    "train": {"planners", "cost", "runtime", "comm", "models", "nn", "data", "optim"},
+    "cli": {"train", "planners", "cost", "comm", "data", "models", "nn"},
+}
+NO_PROCESS_GROUPS = {*WORDS, "cost", "planners", "nn", "optim", "models", "data"}
+MAX_LINES = 400
+
+
+def part(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imported(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path} has a relative import"
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def sources() -> list[Path]:
+    found = [p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py"]
+    assert len(found) > 40
+    return found
+
+
+def test_imports_only_point_down() -> None:
+    for path in sources():
+        here = part(path)
+        allowed = WORDS | {here} | MAY_IMPORT.get(here, set())
+        used = {n.split(".")[1] for n in imported(path) if n.startswith("rowmesh.")}
+        assert used <= allowed, f"{path} may not import {sorted(used - allowed)}"
+
+
+def test_planning_and_models_never_touch_process_groups() -> None:
+    for path in sources():
+        if part(path) in NO_PROCESS_GROUPS:
+            used = [n for n in imported(path) if n.startswith("torch.distributed")]
+            assert not used, f"{path} imports {used}"
+
+
+def test_one_file_makes_process_groups() -> None:
+    makers = [
+        p.name for p in sources() if re.search(r"new_group|init_process_group", p.read_text())
+    ]
+    assert makers == ["mesh.py"]
+
+
+def test_files_stay_short() -> None:
+    lengths = {p: len(p.read_text().splitlines()) for p in sources()}
+    assert not {p: n for p, n in lengths.items() if n > MAX_LINES}, "split these by concept"
+
+
+def test_public_names_exist_and_are_sorted() -> None:
+    names = rowmesh.__all__
+    assert all(hasattr(rowmesh, name) for name in names)
+    assert len(set(names)) == len(names)
+    assert len(names) < 50, "the public API is small"
+
+
+def test_documents_name_files_that_exist() -> None:
+    for page in [REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md")]:
+        text = page.read_text()
+        for link in re.findall(r"\]\(([^)#:]+)\)", text):
+            assert (page.parent / link).exists(), f"{page.name} links to {link}"
+        for name in re.findall(r"`((?:src|tests|docs|benchmarks|examples)/[\w/.]+)`", text):
+            assert (REPOSITORY / name).exists(), f"{page.name} names {name}"
