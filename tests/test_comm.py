@@ -116,6 +116,20 @@ def test_batches_end_after_the_same_step_everywhere(sizes: list[int]) -> None:
     assert found == [[3] * n + [0] * (steps - n) for n in sizes]
 
 
+def nested_loops(mesh: Mesh) -> Any:
+    outer = []
+    for batch in mesh.batches([torch.ones(2)] * (2 + mesh.rank)):
+        inner = [len(b) for b in mesh.batches([torch.ones(1)] * (3 - mesh.rank))]
+        outer.append((len(batch), inner))
+    return outer
+
+
+def test_loops_over_batches_may_be_nested() -> None:
+    found = run_on_ranks(2, nested_loops)
+    assert found[0] == [(2, [1, 1, 1]), (2, [1, 1, 1]), (0, [1, 1, 1])]
+    assert found[1] == [(2, [1, 1, 0])] * 3
+
+
 def test_a_loader_without_any_batch_needs_to_be_told_what_empty_is() -> None:
     mesh = rm.init_mesh()
     with pytest.raises(rm.InputError, match="the loader gave no batch at all"):

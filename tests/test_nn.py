@@ -343,6 +343,10 @@ def test_to_another_dtype_and_back(kind: str, dtype: torch.dtype) -> None:
     module.to("cpu", torch.float32)
     expect(module, features)
     assert all(p is parameters[name] for name, p in module.named_parameters())
+    module.table_modules()["b"].to(dtype)  # one of two that shared a stack
+    expect(module, features)
+    assert module.table_modules()["a"].weight.dtype == torch.float32
+    assert module.table_modules()["b"].weight.dtype == dtype
 
 
 @both_kinds

@@ -257,6 +257,30 @@ def test_nor_does_it_depend_on_threads(rule: UpdateRule) -> None:
         assert all(torch.equal(alone[name], t[rows]) for name, t in together.items())
 
 
+@pytest.mark.parametrize("dim", [1, 65])
+def test_every_operation_rounds_by_itself(dim: int) -> None:
+    """Bit for bit what numpy gives, which never fuses a product into a sum."""
+    weight, _ = draw_steps(11, 41, dim)
+    rng, rows = torch.Generator().manual_seed(12), torch.arange(41)
+    steps = [(rows, torch.randn((41, dim), generator=rng)) for _ in range(3)]
+    f, start = np.float32, weight.numpy().copy()
+    sgd, adagrad, m, v, square = start, start, start * f(0), start * f(0), start * f(0)
+    for _, grad in steps:
+        g = grad.numpy()
+        sgd = sgd + g * f(-0.1)
+        square = square + g * g
+        root = torch.from_numpy(square).sqrt().numpy()  # MKL's may be one bit off IEEE's
+        adagrad = adagrad + g * f(-0.1) / (root + f(1e-10))
+        m, v = m * f(0.9) + g * f(1 - 0.9), v * f(0.999) + g * g * f(1 - 0.999)
+    assert np.array_equal(run(SGD(lr=0.1), weight.clone(), steps)["weight"].numpy(), sgd)
+    found = run(Adagrad(lr=0.1, eps=1e-10), weight.clone(), steps)
+    assert np.array_equal(found["v"].numpy(), square)
+    assert np.array_equal(found["weight"].numpy(), adagrad)
+    found = run(Adam(), weight.clone(), steps)
+    assert np.array_equal(found["m"].numpy(), m)
+    assert np.array_equal(found["v"].numpy(), v)
+
+
 @by_rule
 def test_gradients_may_be_views_and_are_not_changed(rule: UpdateRule) -> None:
     rng = torch.Generator().manual_seed(0)

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -26,6 +27,14 @@ from rowmesh.topology import Topology
 __all__ = ["Mesh", "init_mesh", "make_lanes"]
 
 T = TypeVar("T")
+
+
+@dataclass(eq=False, slots=True)
+class _Loop:
+    """One pass through `Mesh.batches`, at one batch."""
+
+    is_last: bool
+    all_last: bool | None = None
 
 
 class Mesh:
@@ -65,9 +74,8 @@ class Mesh:
         self._uses = {"totals": 0, "gather": 0}
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rowmesh-comm")
         self._samples: tuple[int, int] | None = None
+        self._loops: list[_Loop] = []
         self.num_forwards = 0
-        self.is_last_batch = False
-        self.all_last: bool | None = None
 
     @property
     def world(self) -> int:
@@ -86,10 +94,17 @@ class Mesh:
         """
         return self._worker.submit(work)
 
-    def saw_counts(self, *, local: int, total: int, all_last: bool) -> None:
-        """Take note of a training forward's counts exchange."""
-        self._samples, self.all_last = (local, total), all_last
-        self.num_forwards += 1
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the innermost `batches` loop of this rank is at its last batch."""
+        return bool(self._loops) and self._loops[-1].is_last
+
+    def saw_counts(self, *, local: int, total: int, all_last: bool, training: bool) -> None:
+        """Take note of a forward's counts exchange: samples here and everywhere."""
+        self._samples = (local, total)
+        self.num_forwards += training
+        if self._loops:
+            self._loops[-1].all_last = all_last
 
     def mean(self, losses: Tensor, *, count: int | None = None) -> Tensor:
         """This rank's share of the mean loss: sum(losses) / B, B the global number of samples.
@@ -100,10 +115,10 @@ class Mesh:
 
         Args:
             losses: ``[b]``, one per sample of this rank.
-            count: B, where it is not the number of samples of the last training forward.
+            count: B, where it is not the number of samples of the last forward.
 
         Collective:
-            None after a training forward of a sharded collection, whose counts exchange told B.
+            None after a forward of a sharded collection, whose counts exchange told B.
             Otherwise all ranks, one 8-byte sum.
         """
         if losses.dim() != 1:
@@ -176,7 +191,7 @@ class Mesh:
             empty: What to go on with; by default the last batch cut to no samples.
 
         Collective:
-            All ranks iterate; each step runs one training forward (else one 8-byte sum).
+            All ranks iterate; a step that runs no forward costs one 8-byte sum.
         """
         iterator = iter(loader)
         batch = next(iterator, None)
@@ -187,14 +202,17 @@ class Mesh:
             )
         while True:
             following = next(iterator, None) if batch is not None else None
-            self.is_last_batch, self.all_last = following is None, None
             if batch is not None and empty is None and following is None:
                 empty = empty_like(batch)
-            yield batch if batch is not None else empty  # type: ignore[misc]
-            if self.all_last is None:
-                self.all_last = int(self.total(int(following is not None))) == 0
-            self.is_last_batch = False
-            if self.all_last:
+            loop = _Loop(is_last=following is None)
+            self._loops.append(loop)  # loops may be nested, as for an evaluation
+            try:
+                yield batch if batch is not None else empty  # type: ignore[misc]
+            finally:
+                self._loops.remove(loop)
+            if loop.all_last is None:  # no forward told the others
+                loop.all_last = int(self.total(int(following is not None))) == 0
+            if loop.all_last:
                 return
             batch = following
 
@@ -300,7 +318,7 @@ def _watch(mesh: Mesh) -> None:
         sentence = mesh.bulletin.published()
         if sentence is not None:
             raise PeerError(sentence)
-        timer = threading.Timer(5.0, _end_now, args=(mesh,))
+        timer = threading.Timer(2.0, _end_now, args=(mesh,))
         timer.daemon = True
         timer.start()  # the next exchange finds the peer gone and says which; else end anyway
 
@@ -314,6 +332,9 @@ def _watch(mesh: Mesh) -> None:
 
 
 def _end_now(mesh: Mesh) -> None:
+    """End a rank that the launcher stopped, unless it is about to say itself why it ends."""
+    if mesh.bulletin.is_explaining:
+        return
     sentence = mesh.bulletin.published() or "stopped by the launcher (SIGTERM)"
     print(f"rank {mesh.rank}: {sentence}", file=sys.stderr, flush=True)
     os._exit(143)

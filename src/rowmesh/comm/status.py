@@ -29,6 +29,7 @@ class Bulletin:
 
     def __init__(self, store: Store | None, rank: int) -> None:
         self._store, self._rank = store, rank
+        self.is_explaining = False
 
     def post_input_error(self, key: str, sentence: str) -> None:
         """Leave this rank's complaint about its input at step ``key``."""
@@ -73,6 +74,7 @@ class Bulletin:
 
     def explain(self, error: BaseException, *, peer: int, where: str) -> PeerError:
         """The error to raise after a transport error or time-out while waiting for ``peer``."""
+        self.is_explaining = True
         sentence = self.published(wait_s=_GRACE_S)
         if sentence is None:
             sentence = self.publish(self._guess(error, peer, where))

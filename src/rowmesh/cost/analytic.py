@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from rowmesh.errors import InputError
 from rowmesh.features import KeyedJaggedTensor
 from rowmesh.placement import Copies, Exchange, Plan, TablePlan
 
@@ -31,7 +32,7 @@ def predict(plan: Plan, batches: Batches) -> list[dict[str, dict[str, int]]]:
     """
     world = plan.mesh.hosts * plan.mesh.local
     if len(batches) != world:
-        raise ValueError(f"the plan has {world} ranks, but {len(batches)} batches were given")
+        raise InputError(f"the plan has {world} ranks, but {len(batches)} batches were given")
     traffic: _Traffic = Counter()
     for path in dict.fromkeys(t.collection for t in plan.tables):
         tables = [t for t in plan.tables if t.collection == path]

@@ -53,9 +53,12 @@ def render(plan: Plan, *, max_tables: int = 40) -> str:
     if len(plan.tables) > max_tables:
         lines.append(f"... and {len(plan.tables) - max_tables} more tables")
     gib = [b / _GIB for b in bytes_per_rank(plan)]
-    shown = " ".join(f"{g:.2f}" for g in gib[:12]) + (" ..." if world > 12 else "")
+    digits = 2 if max(gib) >= 0.1 else 6
+    shown = " ".join(f"{g:.{digits}f}" for g in gib[: 24 // digits])
+    shown += " ..." if world > 24 // digits else ""
     lines.append(
-        f"GiB per rank with optimiser state (row-wise AdaGrad): {shown} (largest {max(gib):.2f})"
+        f"GiB per rank with optimiser state (row-wise AdaGrad): {shown}"
+        f"{f' (largest {max(gib):.{digits}f})' if world > 1 else ''}"
     )
     predicted = plan.predicted
     if predicted.host_bytes or predicted.cross_bytes:

@@ -87,7 +87,7 @@ class _Bucket:
         has_grad = (flat[-len(self.parameters) :] > 0).tolist()
         for parameter, present in zip(self.parameters, has_grad, strict=True):
             grad = flat[at : at + parameter.numel()].view_as(parameter)
-            parameter.grad = grad if present else None
+            parameter.grad = grad.to(parameter.dtype) if present else None
             at += parameter.numel()
 
 

@@ -3,7 +3,7 @@
 counts + status -> ids -> lookup at owners -> vectors back -> pool; backward mirrors it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ class ShardedEngine:
         self.stacks, self.mesh = list(stacks), mesh
         self.tickets: list[Ticket] = []
         self.is_accumulating = False
-        self.on_all_sent: list[Any] = []  # called when the last open ticket's gradients left
+        self.on_all_sent: Callable[[], None] | None = None
         wide = any(max(s.layout.home_slots) >= 1 << 31 for s in stacks)
         self.id_dtype = torch.int64 if wide else torch.int32
         self._anchor = torch.zeros((), device=mesh.device, requires_grad=True)
@@ -152,12 +152,12 @@ class ShardedEngine:
         bad = [rank for rank in range(world) if counts[rank][0] & _BAD_INPUT]
         if bad:
             self._raise(key, bad[0], error)
-        if torch.is_grad_enabled():
-            mesh.saw_counts(
-                local=features.stride(),
-                total=sum(c[1] for c in counts),
-                all_last=all(c[0] & _LAST_BATCH for c in counts),
-            )
+        mesh.saw_counts(
+            local=features.stride(),
+            total=sum(c[1] for c in counts),
+            all_last=all(c[0] & _LAST_BATCH for c in counts),
+            training=torch.is_grad_enabled(),
+        )
         return [c[_HEAD:] for c in counts]
 
     def _raise(self, key: str, rank: int, error: RowmeshError | None) -> None:
@@ -273,9 +273,9 @@ class ShardedEngine:
                 ticket.number, self._copied[i], "hot gradients", vectors, *copied, ticket.copied
             )
         ticket.is_sent = True
-        if not self.is_accumulating and all(t.is_sent for t in self.tickets):
-            for launch in self.on_all_sent:
-                launch()
+        is_last = not self.is_accumulating and all(t.is_sent for t in self.tickets)
+        if is_last and self.on_all_sent is not None:
+            self.on_all_sent()
 
     def _vector_gradients(self, stack: int, ticket: Ticket, grad: Tensor) -> Tensor:
         """The gradient of every vector of a ticket, from those of its bags."""

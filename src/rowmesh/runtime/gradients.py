@@ -47,7 +47,7 @@ class SparseGradients:
         self._values = [
             wire.channel(f"hot sums of {engine.path}", Lane.GRADS) for _ in self._copied
         ]
-        engine.on_all_sent.append(self._launch)
+        engine.on_all_sent = self._launch
 
     def reduce(self) -> list[RowGradient]:
         """The gradients of all rows this rank updates; tickets without backward are dropped.

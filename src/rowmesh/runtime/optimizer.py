@@ -138,7 +138,7 @@ class Optimizer(torch.optim.Optimizer):
         """Dense state, and this rank's part of the sparse state (`rowmesh` saves all of it)."""
         return {
             "dense": self.dense.state_dict() if self.dense is not None else None,
-            "sparse_lr": self.param_groups[-1]["lr"],
+            "sparse_group": {k: v for k, v in self.param_groups[-1].items() if k != "params"},
             "sparse": [
                 {"home": dict(stack.home_state), "copies": dict(stack.copies_state)}
                 for engine in self._engines
@@ -165,7 +165,7 @@ class Optimizer(torch.optim.Optimizer):
         if self.dense is not None:
             self.dense.load_state_dict(state_dict["dense"])
             self.param_groups[:-1] = self.dense.param_groups
-        self.param_groups[-1]["lr"] = state_dict["sparse_lr"]
+        self.param_groups[-1].update(state_dict["sparse_group"])
 
     def _reduce(self) -> list[RowGradient]:
         if self._pending is None:
