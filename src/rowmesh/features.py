@@ -120,10 +120,10 @@ class KeyedJaggedTensor:
         Raises:
             InputError: If a length is negative or their sum is not the number of values.
         """
-        total = int(lengths.sum())
-        if total != values.numel() or (lengths.numel() and int(lengths.min()) < 0):
+        total, smallest = int(lengths.sum()), int(lengths.min()) if lengths.numel() else 0
+        if total != values.numel() or smallest < 0:
             raise InputError(
-                f"lengths add up to {total} (smallest {int(lengths.min())}), but "
+                f"lengths add up to {total} (smallest {smallest}), but "
                 f"{values.numel()} values were given"
             )
         return KeyedJaggedTensor(keys, values, weights, lengths=lengths)
@@ -305,19 +305,30 @@ def empty_like(batch: Any) -> Any:
     """
     if isinstance(batch, Tensor):
         return batch[:0] if batch.dim() else batch
-    if isinstance(batch, KeyedJaggedTensor):
-        weights = batch.weights_or_none()
-        return KeyedJaggedTensor(
-            batch.keys(),
-            batch.values()[:0],
-            None if weights is None else weights[:0],
-            lengths=batch.lengths()[:0],
-            stride=0,
-        )
+    if all(callable(getattr(batch, m, None)) for m in ("keys", "values", "lengths", "stride")):
+        return _no_samples(batch)  # a KeyedJaggedTensor, ours or TorchRec's
+    if isinstance(batch, JaggedTensor):
+        parts = (batch.values(), batch.lengths(), batch.weights_or_none())
+        return JaggedTensor(*(None if part is None else part[:0] for part in parts))  # type: ignore[arg-type]
+    if isinstance(batch, KeyedTensor):
+        return KeyedTensor(batch.keys(), batch.length_per_key(), batch.values()[:0])
     if isinstance(batch, Batch):
         return replace(batch, **{f: empty_like(getattr(batch, f)) for f in Batch.__slots__})
     if isinstance(batch, Mapping):
         return {key: empty_like(value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(empty_like(value) for value in batch))
     if isinstance(batch, list | tuple):
         return type(batch)(empty_like(value) for value in batch)
     return batch
+
+
+def _no_samples(features: Any) -> KeyedJaggedTensor:
+    weights = getattr(features, "weights_or_none", lambda: None)()
+    return KeyedJaggedTensor(
+        list(features.keys()),
+        features.values()[:0],
+        None if weights is None else weights[:0],
+        lengths=features.lengths()[:0],
+        stride=0,
+    )

@@ -93,8 +93,8 @@ class Stats:
         factors = pooling_factors or {}
         found = {}
         for table in tables:
-            pooling = factors.get(table.name, 1.0) * len(table.feature_names)
-            requests = batch_size * pooling
+            pooling = factors.get(table.name, 1.0)
+            requests = batch_size * pooling * len(table.feature_names)
             found[table.name] = Accesses(
                 requests=requests,
                 bags=float(batch_size * len(table.feature_names)) * min(1.0, pooling),

@@ -86,6 +86,9 @@ class TableConfig:
                 f"table name {self.name!r} must be non-empty and without a dot: it is part of "
                 f"the state-dict key"
             )
+        low, high = self.init_range()
+        if low > high:
+            raise InputError(f"table {self.name!r}: weight_init_min {low} is above max {high}")
         if len(set(self.feature_names)) != len(self.feature_names):
             raise InputError(f"table {self.name!r} lists a feature twice: {self.feature_names}")
 
@@ -104,6 +107,9 @@ class EmbeddingBagConfig(TableConfig):
 
     def __post_init__(self) -> None:
         TableConfig.__post_init__(self)
+        words = [str(p) for p in PoolingType]
+        if str(self.pooling) in words:  # "mean" is as good as PoolingType.MEAN
+            object.__setattr__(self, "pooling", PoolingType(str(self.pooling)))
         if self.pooling not in (PoolingType.SUM, PoolingType.MEAN):
             raise InputError(
                 f"table {self.name!r}: pooling {self.pooling!r} is not sum or mean; "

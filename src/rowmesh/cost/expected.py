@@ -33,7 +33,8 @@ def expect_table(table: TablePlan, accesses: Accesses, *, world: int) -> Expecte
 
     With n owners among W ranks, away = (W - 1) / W, s and g the bytes of a row and a gradient:
     rows: away * d * (s + id) forward, away * d * g backward (q for d without dedup);
-    pooled: p = b n (1 - (1 - 1/n)^(q/b)) partial sums, away * (p g + q id) and away * p g;
+    pooled: p = b n (1 - (1 - 1/n)^(q/b)) partial sums, away * (p g + q id) forward (and 4 q for
+    sample weights), away * p g backward;
     copies: away * d * id forward, away * (d g + U (g + id)) backward, U the rows any rank
     touches, ids at most a bit for every row of the table.
     """
@@ -50,7 +51,8 @@ def expect_table(table: TablePlan, accesses: Accesses, *, world: int) -> Expecte
     if table.exchange is Exchange.POOLED:
         n = len(table.rest.ranks)
         partial = b * n * (1 - (1 - 1 / n) ** (q / b)) if b else 0.0
-        forward = away * (partial * gradient + q * _ID_BYTES)
+        weight = 4 if table.weighted else 0
+        forward = away * (partial * gradient + q * (_ID_BYTES + weight))
         return Expected(forward, scale * away * partial * gradient)
     asked = d if table.dedup else q
     return Expected(away * asked * (row + _ID_BYTES), scale * away * asked * gradient)

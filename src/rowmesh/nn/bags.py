@@ -45,6 +45,7 @@ class Bags:
         bag: ``[n]`` int32 bag of each id, ascending.
         lengths: ``[bags]`` ids per bag.
         weights: ``[n]`` fp32 or None.
+        sample: ``[n]`` sample of each id, for messages; None where bag // R tells it.
     """
 
     ids: Tensor
@@ -52,6 +53,7 @@ class Bags:
     bag: Tensor
     lengths: Tensor
     weights: Tensor | None
+    sample: Tensor | None = None
 
 
 def as_features(features: object) -> KeyedJaggedTensor:
@@ -113,7 +115,9 @@ def flatten(
     source = torch.arange(num_ids, device=device) + (begins - ends + counts).index_select(0, bag)
     of_reader = bag % len(readers) if pooled else bag // max(stride, 1)
     weights = _weights(features, source) if weighted else None
+    sample = None
     if not pooled:
+        sample = bag % max(stride, 1)
         bag, counts = torch.arange(num_ids, device=device), counts.new_ones(num_ids)
     return Bags(
         ids=values.index_select(0, source).long(),
@@ -121,6 +125,7 @@ def flatten(
         bag=bag.to(torch.int32),
         lengths=counts,
         weights=weights,
+        sample=sample,
     )
 
 
@@ -151,9 +156,7 @@ def _weights(features: KeyedJaggedTensor, source: Tensor) -> Tensor:
     return weights.index_select(0, source)
 
 
-def check_ids(
-    bags: Bags, readers: Sequence[Reader], tables: Sequence[TableConfig], *, pooled: bool
-) -> None:
+def check_ids(bags: Bags, readers: Sequence[Reader], tables: Sequence[TableConfig]) -> None:
     """Raise `InputError` for the first id outside its table."""
     rows = torch.tensor([tables[r.table].num_embeddings for r in readers], device=bags.ids.device)
     bad = (bags.ids < 0) | (bags.ids >= rows.index_select(0, bags.reader))
@@ -162,8 +165,8 @@ def check_ids(
     i = int(bad.nonzero()[0])
     reader = readers[int(bags.reader[i])]
     table = tables[reader.table]
-    place = f"sample {int(bags.bag[i]) // len(readers)}" if pooled else f"position {i}"
+    sample = bags.bag[i] // len(readers) if bags.sample is None else bags.sample[i]
     raise InputError(
-        f"feature {reader.feature!r}, {place}: id {int(bags.ids[i])} is outside table "
+        f"feature {reader.feature!r}, sample {int(sample)}: id {int(bags.ids[i])} is outside table "
         f"{table.name!r} ({table.num_embeddings} rows)"
     )

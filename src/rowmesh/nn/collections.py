@@ -3,7 +3,7 @@
 `rowmesh.shard` swaps the engine behind ``forward``; the module the user wrote stays.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -60,6 +60,24 @@ class Tables(nn.Module):
 
     def __contains__(self, name: str) -> bool:
         return name in self._modules
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._modules)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def keys(self) -> list[str]:
+        """Names, in the order of the collection."""
+        return list(self._modules)
+
+    def values(self) -> list[Table]:
+        """Tables, in the same order."""
+        return [self[name] for name in self]
+
+    def items(self) -> list[tuple[str, Table]]:
+        """Both."""
+        return [(name, self[name]) for name in self]
 
 
 class _Collection(nn.Module):

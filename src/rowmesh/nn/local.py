@@ -55,7 +55,7 @@ class LocalEngine:
         for stack in self._current_stacks():
             readers = [collection.readers[r] for r in stack.readers]
             bags = flatten(features, readers, pooled=pooled, weighted=collection.is_weighted)
-            check_ids(bags, readers, tables, pooled=pooled)
+            check_ids(bags, readers, tables)
             place = {t: i for i, t in enumerate(stack.tables)}
             first = stack.bounds[[place[r.table] for r in readers]]
             rows = bags.ids + first.index_select(0, bags.reader)

@@ -5,6 +5,7 @@ errors, so that a newer plan is never half understood. A new optional field with
 keeps the version; any other change raises it, and this module then converts the older one.
 """
 
+import contextlib
 import dataclasses
 import json
 import types
@@ -110,17 +111,16 @@ def _build(kind: Any, value: Any, where: str) -> Any:
 
 
 def _build_union(kind: Any, value: Any, where: str) -> Any:
-    errors = []
-    for option in typing.get_args(kind):
-        if option is type(None):
-            if value is None:
-                return None
-            continue
-        try:
+    """The option that takes ``value``; an object can only be the dataclass among them."""
+    options = [option for option in typing.get_args(kind) if option is not type(None)]
+    if value is None and len(options) < len(typing.get_args(kind)):
+        return None
+    if isinstance(value, dict):
+        options = [o for o in options if dataclasses.is_dataclass(o)] or options
+    for option in options[:-1]:
+        with contextlib.suppress(PlanError):
             return _build(option, value, where)
-        except PlanError as error:
-            errors.append(error)
-    raise errors[-1]
+    return _build(options[-1], value, where)
 
 
 def _build_dataclass(kind: type, value: Any, where: str) -> Any:

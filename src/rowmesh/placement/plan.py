@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal
 
+from rowmesh.errors import PlanError, did_you_mean
 from rowmesh.placement.homes import Homes
 from rowmesh.tables import BYTES_OF, PoolingType, parse_dtype
 from rowmesh.topology import Topology
@@ -242,7 +243,12 @@ class Plan:
 
     def table(self, name: str) -> TablePlan:
         """The plan of one table."""
-        return next(t for t in self.tables if t.name == name)
+        for table in self.tables:
+            if table.name == name:
+                return table
+        raise PlanError(
+            f"the plan has no table {name!r}{did_you_mean(name, [t.name for t in self.tables])}"
+        )
 
     def with_exchange(self, exchange: Exchange) -> "Plan":
         """The same placement with another exchange wherever pooling allows one."""

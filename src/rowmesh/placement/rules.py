@@ -37,7 +37,7 @@ EDGES = (
 )
 CODEC_NAMES = ("fp32", "fp16", "bf16", "int8", "threshold", "topk")
 _CODABLE = {"rows", "pooled", "backward", "hot gradients", "dense", "tower gradients"}
-_CODEC = re.compile(r"(\w+)(?:\(([\d.eE+-]+(?:, *\d+)?)\))?")
+_CODEC = re.compile(r"(\w+)(?:\((\d*\.?\d+(?:[eE][+-]?\d+)?(?:, *\d+)?)\))?")
 
 
 def check(plan: Plan) -> None:
@@ -53,6 +53,8 @@ def check(plan: Plan) -> None:
     for codec in plan.codecs:
         if codec.edge not in _CODABLE:
             raise PlanError(f"edge {codec.edge!r} takes no codec: known are {sorted(_CODABLE)}")
+        if not codec.stack:
+            raise PlanError(f"the codec of edge {codec.edge!r} is empty: say fp32")
         for name in codec.stack:
             _check_codec(name, codec.edge)
     if plan.sync.period < 1:

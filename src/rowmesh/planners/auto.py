@@ -6,7 +6,7 @@ from dataclasses import replace
 from torch import nn
 
 from rowmesh.cost import expect_dense, expect_table
-from rowmesh.errors import InputError, did_you_mean
+from rowmesh.errors import InputError, PlanError, did_you_mean
 from rowmesh.placement import (
     Copies,
     Exchange,
@@ -18,6 +18,7 @@ from rowmesh.placement import (
     Tier,
 )
 from rowmesh.placement.dense import bucket_elements
+from rowmesh.placement.text import bytes_per_rank
 from rowmesh.stats import Accesses, Stats
 from rowmesh.tables import (
     PoolingType,
@@ -60,6 +61,7 @@ def make_plan(
 
     Raises:
         InputError: If a word is unknown or a table has no statistics.
+        PlanError: If a rank's memory, where the topology knows it, does not hold its rows.
     """
     tables: list[TablePlan] = []
     configs: list[TableConfig] = []
@@ -111,12 +113,25 @@ def plan_tables(
     total = sum(expect_table(t, stats.tables[t.name], world=world).total for t in placed)
     total += expect_dense(sum(dense), world=world)
     inside = (topology.local - 1) / max(world - 1, 1)
-    return Plan(
+    plan = Plan(
         mesh=MeshShape(hosts=topology.hosts, local=topology.local, group=world),
         tables=tuple(placed),
         dense=dense,
         predicted=Predicted(host_bytes=total * inside, cross_bytes=total * (1 - inside)),
     ).validate()
+    _check_memory(plan, topology)
+    return plan
+
+
+def _check_memory(plan: Plan, topology: Topology) -> None:
+    needed = bytes_per_rank(plan)
+    limit = topology.memory_bytes
+    rank = needed.index(max(needed))
+    if limit is not None and needed[rank] > limit:
+        raise PlanError(
+            f"rank {rank} needs {needed[rank] / 2**30:.2f} GiB for its rows and their state, but "
+            f"has {limit / 2**30:.2f}: add ranks, or split more tables row_wise"
+        )
 
 
 def _blank(config: TableConfig, path: str, *, trainable: bool, weighted: bool) -> TablePlan:

@@ -110,7 +110,7 @@ class ShardedEngine:
             for stack in self.stacks:
                 readers = [self.readers[r] for r in stack.layout.readers]
                 bags = flatten(features, readers, pooled=self.pooled, weighted=self.weighted)
-                check_ids(bags, readers, self.tables, pooled=self.pooled)
+                check_ids(bags, readers, self.tables)
                 routes.append(route_bags(stack.layout, bags, training=training))
             return features, routes, None
         except RowmeshError as error:
