@@ -60,6 +60,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from rowmesh.data.synthetic import SyntheticClicks
 from rowmesh.models.layers import seed_dense
 from rowmesh.nn.init import initial_values
+from rowmesh.storage import keep_freed_memory
 from rowmesh.tables import TableConfig
 
 EPS = 1e-8
@@ -73,6 +74,8 @@ def main() -> None:
     warnings.filterwarnings("ignore")  # TorchRec uses deprecated parts of torch and of itself
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
+    if not args.default_malloc:
+        keep_freed_memory()
     dist.init_process_group("gloo")
     clicks = SyntheticClicks(
         cap=int(args.cap),
@@ -91,7 +94,9 @@ def main() -> None:
     fill_tables(sharded, tables, args.seed)
     step = make_step(sharded, endless(make_batches(clicks, args.batches)), args)
 
+    cpu = time.process_time()
     losses, step_ms, sent_mb = run_steps(step, args)
+    cpu = time.process_time() - cpu
     dense_ms = run_dense(args, len(tables), clicks.num_dense)
     sent: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(sent, sent_mb if os.environ.get("LOCAL_RANK", "0") == "0" else None)
@@ -101,6 +106,7 @@ def main() -> None:
             "ms_median": round(median(step_ms), 3),
             "ms_min": round(min(step_ms), 3),
             "samples_s": round(args.batch * dist.get_world_size() / median(step_ms) * 1e3),
+            "cpu_ms": round(1e3 * cpu / (args.warmup + args.steps), 1),
             "ms_dense": round(median(dense_ms), 3),
             "mb_host_step": round(sum(hosts) / len(hosts), 4) if hosts else None,
             "plan": count_kinds(plan),
@@ -137,6 +143,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batches", type=int, default=10, help="distinct batches, used in turn")
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights")
+    parser.add_argument("--default-malloc", action="store_true", help="as in bench_dlrm.py")
     parser.add_argument("--losses", action="store_true", help="of all steps, warm-up included")
     return parser.parse_args()
 

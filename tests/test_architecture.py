@@ -15,15 +15,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cost": set(),
     "planners": {"cost"},
     "comm": set(),
+    "storage": set(),
     "nn": set(),
     "optim": set(),
-    "runtime": {"comm", "nn", "optim"},
+    "runtime": {"comm", "storage", "nn", "optim"},
     "models": {"nn"},
     "data": set(),
-    "train": {"planners", "cost", "runtime", "comm", "models", "nn", "data", "optim"},
+    "train": {"planners", "cost", "runtime", "comm", "storage", "models", "nn", "data", "optim"},
     "cli": {"train", "planners", "cost", "comm", "data", "models", "nn"},
 }
-NO_PROCESS_GROUPS = {*WORDS, "cost", "planners", "nn", "optim", "models", "data"}
+NO_PROCESS_GROUPS = {*WORDS, "cost", "planners", "nn", "optim", "models", "data", "storage"}
 MAX_LINES = 400
 
 

@@ -66,6 +66,10 @@ class Wire:
         self._channels: list[str] = []
         self._posting = threading.Lock()
 
+    def peers(self) -> list[int]:
+        """All other ranks, starting with the next one, so that not all send to rank 0 first."""
+        return [(self.rank + i) % self.world for i in range(1, self.world)]
+
     def channel(self, name: str, lane: Lane) -> "Channel":
         """A new exchange with its own tags. All ranks make the same channels in one order."""
         if len(self._channels) == _CHANNELS:

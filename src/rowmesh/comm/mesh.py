@@ -83,8 +83,8 @@ class Mesh:
         return self.topology.world
 
     def peers(self) -> list[int]:
-        """All other ranks, starting with the next one, so that not all send to rank 0 first."""
-        return [(self.rank + i) % self.world for i in range(1, self.world)]
+        """All other ranks, starting with the next one."""
+        return self.wire.peers()
 
     def later(self, work: Callable[[], T]) -> "Future[T]":
         """Run ``work`` on the communication thread, after what was given to it before.

@@ -28,6 +28,11 @@ class _Bucket:
         self._sum: Future[tuple[Tensor, Handle]] | None = None
         self._parts = mesh.wire.channel(f"dense bucket {number}", Lane.GRADS)
         self._sums = mesh.wire.channel(f"dense sums {number}", Lane.GRADS)
+        size = sum(p.numel() for p in self.parameters) + len(self.parameters)
+        self._flat = torch.empty(size, device=mesh.device)
+        self._chunks = self._flat.split(-(-size // mesh.world))
+        self._chunks += (self._flat[:0],) * (mesh.world - len(self._chunks))
+        self._parts_of = torch.empty((mesh.world, len(self._chunks[mesh.rank])), device=mesh.device)
 
     @property
     def is_launched(self) -> bool:
@@ -37,17 +42,13 @@ class _Bucket:
         """Send this rank's gradients to the ranks that add them up."""
         mesh, grads = self.mesh, [p.grad for p in self.parameters]
         flags = torch.tensor([float(g is not None) for g in grads], device=mesh.device)
-        flat = torch.cat(
-            [
-                p.new_zeros(p.numel()) if g is None else g.reshape(-1)
-                for p, g in zip(self.parameters, grads, strict=True)
-            ]
-            + [flags]
-        )
-        size = -(-len(flat) // mesh.world)
-        chunks = [flat[size * rank : size * (rank + 1)] for rank in range(mesh.world)]
+        pieces = [
+            p.new_zeros(p.numel()) if g is None else g.reshape(-1)
+            for p, g in zip(self.parameters, grads, strict=True)
+        ]
+        flat, chunks, parts = self._flat, self._chunks, self._parts_of
+        torch.cat([*(p.float() for p in pieces), flags], out=flat)
         mine = chunks[mesh.rank]
-        parts = flat.new_empty((mesh.world, len(mine)))
         self._sequence += 1
         sequence = self._sequence
         handle = self._parts.post(
@@ -87,7 +88,12 @@ class _Bucket:
         has_grad = (flat[-len(self.parameters) :] > 0).tolist()
         for parameter, present in zip(self.parameters, has_grad, strict=True):
             grad = flat[at : at + parameter.numel()].view_as(parameter)
-            parameter.grad = grad.to(parameter.dtype) if present else None
+            if not present:
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = grad.to(parameter.dtype, copy=True)
+            else:
+                parameter.grad.copy_(grad)
             at += parameter.numel()
 
 

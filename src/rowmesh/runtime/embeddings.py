@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rowmesh.comm.exchange import Channel, Handle, Lane
+from rowmesh.comm.exchange import Handle, Lane
 from rowmesh.comm.mesh import Mesh
 from rowmesh.errors import InputError, RowmeshError, StepError
 from rowmesh.features import KeyedJaggedTensor
@@ -17,9 +17,10 @@ from rowmesh.nn.bags import Reader, as_features, check_ids, flatten
 from rowmesh.nn.collections import Piece
 from rowmesh.nn.kernels import pool
 from rowmesh.runtime.requests import NUM_COUNTS, Request, num_words, pack, unpack
+from rowmesh.runtime.returns import send_back
 from rowmesh.runtime.routes import Route, route_bags
 from rowmesh.runtime.scratch import Scratch
-from rowmesh.runtime.tickets import Arrivals, Stack, Ticket
+from rowmesh.runtime.tickets import Stack, Ticket
 from rowmesh.tables import TableConfig
 
 __all__ = ["ShardedEngine", "sharded_engines"]
@@ -257,63 +258,18 @@ class ShardedEngine:
         Collective:
             All ranks, once for every ticket.
         """
-        for i, (stack, route, grad) in enumerate(
-            zip(self.stacks, ticket.routes, grads, strict=True)
-        ):
-            if not stack.layout.trainable:  # frozen tables send nothing back
-                ticket.home.grads.append(grad[:0])
-                ticket.copied.grads.append(grad[:0])
-                continue
-            vectors = self._vector_gradients(i, ticket, grad.contiguous())
-            asked = ticket.asked[i]
-            home = (route.vector_bounds, [r.num_vectors for r in asked])
-            copied = (route.copy_bounds, [len(r.copied) for r in asked])
-            self._send(ticket.number, self._backward[i], "backward", vectors, *home, ticket.home)
-            self._send(
-                ticket.number, self._copied[i], "hot gradients", vectors, *copied, ticket.copied
-            )
+        place = [t.number for t in self.tickets].index(ticket.number)
+        for i, (stack, grad) in enumerate(zip(self.stacks, grads, strict=True)):
+            if stack.layout.trainable:  # frozen tables send nothing back
+                channels = (self._backward[i], self._copied[i])
+                send_back(ticket, i, grad.contiguous(), channels, self._scratch, place)
+            else:
+                ticket.home.append(grad[:0], [], None)
+                ticket.copied.append(grad[:0], [], None)
         ticket.is_sent = True
         is_last = not self.is_accumulating and all(t.is_sent for t in self.tickets)
         if is_last and self.on_all_sent is not None:
             self.on_all_sent()
-
-    def _vector_gradients(self, stack: int, ticket: Ticket, grad: Tensor) -> Tensor:
-        """The gradient of every vector of a ticket, from those of its bags."""
-        backward = ticket.routes[stack].backward
-        if not backward.is_selection:
-            return backward.of(grad)
-        name = ("gradients", stack, self._place(ticket.number))
-        out = self._scratch.take(name, len(backward.positions), grad.shape[1])
-        return torch.index_select(grad, 0, backward.positions, out=out)
-
-    def _place(self, number: int) -> int:
-        """Which of the tickets under way has this number; each has buffers of its own."""
-        return [t.number for t in self.tickets].index(number)
-
-    def _send(
-        self,
-        number: int,
-        channel: Channel,
-        edge: str,
-        vectors: Tensor,
-        bounds: Sequence[int],
-        sizes: Sequence[int],
-        arrivals: Arrivals,
-    ) -> None:
-        """Slices of ``vectors`` to all ranks; ``sizes[source]`` come from each."""
-        mesh = self.mesh
-        name = ("arrived", edge, len(arrivals.grads), self._place(number))
-        arrived = self._scratch.take(name, sum(sizes), vectors.shape[1])
-        parts = arrived.split(list(sizes))
-        handle = channel.post(
-            number,
-            sends=[(p, vectors[bounds[p] : bounds[p + 1]]) for p in mesh.peers()],
-            receives=[(p, parts[p]) for p in mesh.peers()],
-            edge=edge,
-        )
-        parts[mesh.rank].copy_(vectors[bounds[mesh.rank] : bounds[mesh.rank + 1]])
-        arrivals.grads.append(arrived)
-        arrivals.handles.append(handle)
 
 
 def _look_up(home: Tensor, request: Request, out: Tensor) -> None:

@@ -110,21 +110,14 @@ class SparseGradients:
         """Add the gradients of this rank's home rows."""
         slots, index, weights = [], [], []
         sizes: list[list[int]] = []
-        first_of_ticket = [0]
-        for ticket in tickets:
-            first_of_ticket.append(first_of_ticket[-1] + len(ticket.home.grads[number]))
-        at = list(first_of_ticket)
         for source in range(self._engine.mesh.world):
             sizes.append([])
-            for k, ticket in enumerate(tickets):
+            for first, ticket in zip(_firsts(tickets, number), tickets, strict=True):
                 request = ticket.asked[number][source]
-                slots += (
-                    [request.rows, request.pooled_slots()]
-                    if len(request.pooled)
-                    else [request.rows]
-                )
-                index.append(request.vector_of_id() + at[k])
-                at[k] += request.num_vectors
+                slots.append(request.rows)
+                if len(request.pooled):
+                    slots.append(request.pooled_slots())
+                index.append(request.vector_of_id() + (first + ticket.home.firsts[number][source]))
                 sizes[-1].append(len(index[-1]))
                 if request.weights is not None:
                     weights += [torch.ones_like(request.rows, dtype=torch.float32), request.weights]
@@ -161,17 +154,23 @@ class SparseGradients:
         ]
 
     def _sum_mine(self, number: int, tickets: Sequence[Ticket]) -> tuple[Tensor, Tensor]:
-        world = self._engine.mesh.world
-        parts = [[(t.asked[number][source].copied, t) for t in tickets] for source in range(world)]
-        sizes = [[len(rows) for rows, _ in row] for row in parts]
-        by_source = [
-            t.copied.grads[number].split([s[k] for s in sizes]) for k, t in enumerate(tickets)
-        ]
-        values = [by_source[k][source] for source in range(world) for k in range(len(tickets))]
+        """Add the gradients of the copied rows whose sums this rank makes."""
+        rows, index = [], []
+        sizes: list[list[int]] = []
+        for source in range(self._engine.mesh.world):
+            sizes.append([])
+            for first, ticket in zip(_firsts(tickets, number), tickets, strict=True):
+                copied = ticket.asked[number][source].copied
+                start = first + ticket.copied.firsts[number][source]
+                rows.append(copied)
+                index.append(torch.arange(start, start + len(copied), device=copied.device))
+                sizes[-1].append(len(copied))
+        parts = [t.copied.grads[number] for t in tickets]
         return coalesce(
-            torch.cat([rows for row in parts for rows, _ in row]),
-            torch.cat(values) if len(tickets) > 1 else tickets[0].copied.grads[number],
-            labels=self._labels(sizes, False, values[0].device),
+            torch.cat(rows),
+            torch.cat(parts) if len(parts) > 1 else parts[0],
+            index=torch.cat(index),
+            labels=self._labels(sizes, False, rows[0].device),
         )
 
     def _spread(
@@ -213,3 +212,9 @@ class SparseGradients:
             grad=total,
             own=slice(first, first + counts[mesh.rank]),
         )
+
+
+def _firsts(tickets: Sequence[Ticket], number: int) -> list[int]:
+    """Where each ticket's gradients of a stack begin once they are put one after the other."""
+    lengths = [len(t.home.grads[number]) for t in tickets]
+    return [sum(lengths[:k]) for k in range(len(tickets))]

@@ -17,6 +17,7 @@ from rowmesh.runtime.dense import DenseBuckets, broadcast_dense
 from rowmesh.runtime.embeddings import ShardedEngine
 from rowmesh.runtime.stacks import Region, StackLayout, lay_out
 from rowmesh.runtime.tickets import Stack
+from rowmesh.storage import allocate_rows
 from rowmesh.tables import (
     TableConfig,
     dense_parameters,
@@ -153,7 +154,7 @@ def _make_engine(
 
 def _make_stack(layout: StackLayout, module: _Collection, mesh: Mesh) -> Stack:
     def empty(num_rows: int) -> Tensor:
-        return torch.empty((num_rows, layout.dim), dtype=layout.dtype, device=mesh.device)
+        return allocate_rows(num_rows, layout.dim, dtype=layout.dtype, device=mesh.device)
 
     stack = Stack(
         layout=layout,

@@ -26,10 +26,20 @@ class Stack:
 
 @dataclass(kw_only=True, slots=True)
 class Arrivals:
-    """Gradients of one kind that peers send for a ticket: per stack, source after source."""
+    """Gradients of one kind for a ticket, per stack.
+
+    Source r's gradients of stack i begin at row ``firsts[i][r]`` of ``grads[i]``.
+    """
 
     grads: list[Tensor] = field(default_factory=list)
+    firsts: list[list[int]] = field(default_factory=list)
     handles: list[Handle] = field(default_factory=list)
+
+    def append(self, grads: Tensor, firsts: list[int], handle: Handle | None) -> None:
+        """Add the next stack's."""
+        self.grads.append(grads)
+        self.firsts.append(firsts)
+        self.handles += [] if handle is None else [handle]
 
     def wait(self) -> None:
         """Return when all are here and ours have left. One thread only."""
