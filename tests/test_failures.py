@@ -4,7 +4,10 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,31 +35,40 @@ def run(how: str, folder: Path, *, ranks: int = 2) -> tuple[int, list[str], floa
     return done.returncode, [log.read_text() for log in logs], passed
 
 
-@pytest.mark.parametrize(
-    ("how", "sentence"),
-    [
-        ("bad-id", "feature 'item', sample 2: id 100 is outside table 'items' (100 rows)"),
-        ("loader", "rank 1 failed: OSError: the disk with part-7 is gone"),
-        ("killed", "rank 1 is gone"),
-        ("silent", "rank 1 did not answer rank"),
-        ("short-plain", "rank 1 finished after 3 training steps"),
-    ],
-)
-def test_every_rank_ends_with_the_one_true_sentence(
-    how: str, sentence: str, tmp_path: Path
-) -> None:
-    ranks = 3 if how in ("killed", "loader") else 2
-    code, errors, passed = run(how, tmp_path, ranks=ranks)
+SENTENCES = {
+    "bad-id": "feature 'item', sample 2: id 100 is outside table 'items' (100 rows)",
+    "loader": "rank 1 failed: OSError: the disk with part-7 is gone",
+    "killed": "rank 1 is gone",
+    "silent": "rank 1 did not answer rank",
+    "short-plain": "rank 1 finished after 3 training steps",
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """All runs, two at a time: most of each is start-up and waiting."""
+    folders = {how: tmp_path_factory.mktemp(how) for how in (*SENTENCES, "short")}
+    with ThreadPoolExecutor(max_workers=2) as workers:
+        runs = {
+            how: workers.submit(run, how, folder, ranks=3 if how in ("killed", "loader") else 2)
+            for how, folder in folders.items()
+        }
+        yield {how: (folders[how], done.result()) for how, done in runs.items()}
+
+
+@pytest.mark.parametrize("how", SENTENCES)
+def test_every_rank_ends_with_the_one_true_sentence(how: str, outcomes: dict[str, Any]) -> None:
+    _, (code, errors, passed) = outcomes[how]
     assert code != 0
     assert passed < LIMIT_S
     for rank, text in enumerate(errors):
         if rank != 1 or how == "bad-id":
-            assert sentence in text, f"rank {rank}:\n{text}"
+            assert SENTENCES[how] in text, f"rank {rank}:\n{text}"
     if how == "loader":
         assert "the disk with part-7 is gone" in errors[1]
 
 
-def test_loaders_of_different_length_end_together(tmp_path: Path) -> None:
-    code, errors, _ = run("short", tmp_path)
+def test_loaders_of_different_length_end_together(outcomes: dict[str, Any]) -> None:
+    folder, (code, errors, _) = outcomes["short"]
     assert code == 0, errors
-    assert [(tmp_path / f"steps-{rank}").read_text() for rank in range(2)] == ["8", "8"]
+    assert [(folder / f"steps-{rank}").read_text() for rank in range(2)] == ["8", "8"]
