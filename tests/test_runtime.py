@@ -99,6 +99,21 @@ def test_a_training_forward_after_backward_is_an_error_everywhere_and_zero_grad_
     assert all(torch.equal(found[0][2][n], expected[n]) for n in expected)
 
 
+def train_and_evaluate(mesh: Mesh) -> str:
+    model, _, batches = start(mesh, make_case())
+    try:
+        with torch.set_grad_enabled(mesh.rank == 0):
+            model(batches[0])
+    except rm.StepError as error:
+        return str(error)
+    return ""
+
+
+def test_training_on_some_ranks_and_evaluating_on_others_is_an_error_on_all() -> None:
+    for message in run_on_ranks(2, train_and_evaluate):
+        assert message.startswith("ranks [0] run a training forward of 'collections.0'")
+
+
 def two_forwards_one_backward(mesh: Mesh, case: Case) -> Any:
     model, optimizer, batches = start(mesh, case)
     first = mesh.mean(model(batches[0]))

@@ -26,7 +26,7 @@ from rowmesh.tables import TableConfig
 __all__ = ["ShardedEngine", "sharded_engines"]
 
 _HEAD = 2  # of a counts message: status word, samples; then four counts a stack
-_BAD_INPUT, _LAST_BATCH = 1, 2  # bits of the status word
+_BAD_INPUT, _LAST_BATCH, _TRAINING = 1, 2, 4  # bits of the status word
 
 
 class ShardedEngine:
@@ -130,6 +130,7 @@ class ShardedEngine:
         """Tell every rank what it will be asked; returns what every rank asks of this one."""
         mesh, world = self.mesh, self.mesh.world
         status = (_BAD_INPUT if error else 0) | (_LAST_BATCH if mesh.is_last_batch else 0)
+        status |= _TRAINING if torch.is_grad_enabled() else 0
         table = [[status, features.stride()] for _ in range(world)]
         for peer, row in enumerate(table):
             row += [n for route in routes for n in route.requests[peer].counts()]
@@ -153,6 +154,12 @@ class ShardedEngine:
         bad = [rank for rank in range(world) if counts[rank][0] & _BAD_INPUT]
         if bad:
             self._raise(key, bad[0], error)
+        training = [rank for rank in range(world) if counts[rank][0] & _TRAINING]
+        if 0 < len(training) < world:
+            raise StepError(
+                f"ranks {training} run a training forward of {self.path!r}, the others evaluate: "
+                f"torch.no_grad() must be on for all ranks or for none"
+            )
         mesh.saw_counts(
             local=features.stride(),
             total=sum(c[1] for c in counts),
