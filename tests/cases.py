@@ -74,6 +74,7 @@ class Case:
     rule: str = "rowwise"
     dense: str = "adagrad"
     accumulate: int = 1
+    skips_first: bool = False
 
     @property
     def num_features(self) -> int:
@@ -160,6 +161,7 @@ class Model(nn.Module):
 
     def __init__(self, case: Case) -> None:
         super().__init__()
+        self.skips_first = case.skips_first
         self.collections = nn.ModuleList()
         width = 3
         for c, collection in enumerate(case.collections):
@@ -178,6 +180,7 @@ class Model(nn.Module):
         torch.manual_seed(7)
         self.hidden = nn.Linear(width, 5)
         self.unused = nn.Linear(2, 2)
+        self.sometimes = nn.Linear(3, 1)  # unused on ranks whose first label says so
         self.out = nn.Linear(5, 1)
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
@@ -186,10 +189,15 @@ class Model(nn.Module):
             found = collection(batch["features"])
             if isinstance(found, dict):
                 parts += [_over_sequence(jagged) for jagged in found.values()]
+                if self.skips_first and len(found) > 1:  # an output that the loss does not use
+                    parts[-len(found)] = parts[-len(found)].detach()
             else:
                 parts.append(found.values())
         hidden = torch.tanh(self.hidden(torch.cat(parts, dim=1)))
-        return (self.out(hidden).squeeze(1) - batch["labels"]).square()
+        found = self.out(hidden).squeeze(1)
+        if len(found) and batch["labels"][0] > 0.5:
+            found = found + self.sometimes(batch["dense"]).squeeze(1)
+        return (found - batch["labels"]).square()
 
 
 def _over_sequence(jagged: rm.JaggedTensor) -> Tensor:
@@ -301,6 +309,7 @@ def cases(draw: st.DrawFn, *, world: int, exact: bool = True) -> Case:
         rule=draw(st.sampled_from(sorted(RULES))),
         dense=draw(st.sampled_from(sorted(DENSE))),
         accumulate=accumulate,
+        skips_first=draw(st.booleans()),
     )
 
 

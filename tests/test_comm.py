@@ -94,13 +94,13 @@ def test_a_short_message_is_noticed_in_debug_mode() -> None:
 
 def later_in_order(mesh: Mesh) -> Any:
     seen: list[int] = []
-    futures = [mesh.later(lambda i=i: seen.append(i)) for i in range(20)]
+    futures = [mesh.later("test", lambda i=i: seen.append(i)) for i in range(20)]
     for future in futures:
         future.result()
     return seen, threading.active_count()
 
 
-def test_the_communication_thread_keeps_order() -> None:
+def test_a_communication_thread_keeps_order() -> None:
     assert run_on_ranks(2, later_in_order)[0][0] == list(range(20))
 
 

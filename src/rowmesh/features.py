@@ -5,7 +5,7 @@ reads the other.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -312,15 +312,20 @@ def empty_like(batch: Any) -> Any:
         return JaggedTensor(*(None if part is None else part[:0] for part in parts))  # type: ignore[arg-type]
     if isinstance(batch, KeyedTensor):
         return KeyedTensor(batch.keys(), batch.length_per_key(), batch.values()[:0])
-    if isinstance(batch, Batch):
-        return replace(batch, **{f: empty_like(getattr(batch, f)) for f in Batch.__slots__})
     if isinstance(batch, Mapping):
         return {key: empty_like(value) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(empty_like(value) for value in batch))
     if isinstance(batch, list | tuple):
         return type(batch)(empty_like(value) for value in batch)
-    return batch
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return replace(batch, **{f.name: empty_like(getattr(batch, f.name)) for f in fields(batch)})
+    if batch is None or isinstance(batch, str | bytes | int | float):
+        return batch
+    raise InputError(
+        f"cannot make a {type(batch).__name__} without samples: say what it is, "
+        f"mesh.batches(loader, empty=...)"
+    )
 
 
 def _no_samples(features: Any) -> KeyedJaggedTensor:

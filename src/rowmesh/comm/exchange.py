@@ -1,8 +1,8 @@
 """Point-to-point exchanges on lanes: receives posted first, matched by tag, never by order.
 
-gloo's own all-to-all is half duplex (PERF: twice the time of receive-first sends), accepts a
-short message silently, and two exchanges of one tag may be swapped. So every exchange here has
-a tag of its own, and in debug mode a header that is checked.
+gloo's own all-to-all is half duplex between two ranks, it accepts a short message silently, and
+two exchanges of one tag may be swapped. So every exchange here has a tag of its own, and in
+debug mode a header that is checked.
 """
 
 import threading
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from rowmesh.comm.ledger import Ledger
 from rowmesh.comm.status import Bulletin
-from rowmesh.errors import PeerError
+from rowmesh.errors import PeerError, RowmeshError
 
 __all__ = ["Channel", "Handle", "Lane", "Wire"]
 
-_CHANNELS = 1024  # tag = sequence * _CHANNELS + channel
-_SEQUENCES = 1 << 19
+_CHANNELS = 1 << 14  # tag = sequence * _CHANNELS + channel
+_SEQUENCES = 1 << 16
 _HEADER_BIT = 1 << 30
 _DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
@@ -73,7 +73,9 @@ class Wire:
     def channel(self, name: str, lane: Lane) -> "Channel":
         """A new exchange with its own tags. All ranks make the same channels in one order."""
         if len(self._channels) == _CHANNELS:
-            raise RuntimeError(f"a mesh has at most {_CHANNELS} channels")
+            raise RowmeshError(
+                f"this mesh has made {_CHANNELS} channels, all it can: shard fewer models on it"
+            )
         self._channels.append(name)
         return Channel(self, name, lane, len(self._channels) - 1)
 
@@ -115,17 +117,26 @@ class Channel:
         with wire._posting:
             for peer, tensor, incoming in parcels:
                 assert tensor.is_contiguous(), "only contiguous tensors travel"
-                if wire.debug:
-                    works += self._post_header(sequence, tag, peer, tensor, incoming, headers)
-                if incoming:
-                    work = dist.irecv(tensor, group_src=peer, group=group, tag=tag)
-                else:
-                    work = dist.isend(tensor, group_dst=peer, group=group, tag=tag)
-                    if edge is not None:
-                        wire.ledger.record(edge, peer, tensor.numel() * tensor.element_size())
+                try:
+                    if wire.debug:
+                        works += self._post_header(sequence, tag, peer, tensor, incoming, headers)
+                    if incoming:
+                        work = dist.irecv(tensor, group_src=peer, group=group, tag=tag)
+                    else:
+                        work = dist.isend(tensor, group_dst=peer, group=group, tag=tag)
+                except RuntimeError as error:  # the connection was already gone
+                    raise wire.bulletin.explain(
+                        error, peer=peer, where=self.where(sequence)
+                    ) from None
+                if edge is not None and not incoming:
+                    wire.ledger.record(edge, peer, tensor.numel() * tensor.element_size())
                 assert work is not None
                 works.append((peer, work))
         return Handle(self, sequence, works, headers, [t for _, t, _ in parcels])
+
+    def where(self, sequence: int) -> str:
+        """This exchange in a message."""
+        return f"exchange {self.name!r}, step {sequence}"
 
     def _post_header(
         self,
@@ -173,7 +184,7 @@ class Handle:
         Raises:
             PeerError: With the failed rank's sentence, or naming the silent peer.
         """
-        where = f"exchange {self._channel.name!r}, step {self._sequence}"
+        where = self._channel.where(self._sequence)
         for peer, work in self._works:
             try:
                 work.wait()

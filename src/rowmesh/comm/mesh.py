@@ -72,7 +72,7 @@ class Mesh:
         self._totals: Channel = self.wire.channel("totals", Lane.CONTROL)
         self._gathers: Channel = self.wire.channel("gather", Lane.CONTROL)
         self._uses = {"totals": 0, "gather": 0}
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rowmesh-comm")
+        self._workers: dict[str, ThreadPoolExecutor] = {}
         self._samples: tuple[int, int] | None = None
         self._loops: list[_Loop] = []
         self.num_forwards = 0
@@ -86,23 +86,27 @@ class Mesh:
         """All other ranks, starting with the next one."""
         return self.wire.peers()
 
-    def later(self, work: Callable[[], T]) -> "Future[T]":
-        """Run ``work`` on the communication thread, after what was given to it before.
+    def later(self, owner: str, work: Callable[[], T]) -> "Future[T]":
+        """Run ``work`` on the communication thread of ``owner``, in order.
 
-        Only what has to wait for messages goes there; posting never blocks, and a post queued
-        behind a wait could be the one a peer is waiting for (docs/notes/lanes.md).
+        Only what has to wait for messages goes there. Owners have a thread each, because a wait
+        of one must not hold up a message of another (docs/notes/lanes.md).
         """
-        return self._worker.submit(work)
+        if owner not in self._workers:
+            name = f"rowmesh-{owner}"
+            self._workers[owner] = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        return self._workers[owner].submit(work)
 
     @property
     def is_last_batch(self) -> bool:
         """Whether the innermost `batches` loop of this rank is at its last batch."""
         return bool(self._loops) and self._loops[-1].is_last
 
-    def saw_counts(self, *, local: int, total: int, all_last: bool, training: bool) -> None:
-        """Take note of a forward's counts exchange: samples here and everywhere."""
+    def saw_counts(self, *, local: int, total: int, all_last: bool, num_forwards: int) -> None:
+        """Take note of a forward's counts exchange: samples here and everywhere, and how many
+        training forwards its collection has run."""
         self._samples = (local, total)
-        self.num_forwards += training
+        self.num_forwards = max(self.num_forwards, num_forwards)
         if self._loops:
             self._loops[-1].all_last = all_last
 
@@ -183,8 +187,8 @@ class Mesh:
     def batches(self, loader: Iterable[T], *, empty: T | None = None) -> Iterator[T]:
         """The batches of ``loader``; empty ones once it has ended, until every rank's has.
 
-        Whether this is a rank's last batch travels in the status word of the step's counts, so
-        that ranks with loaders of different length end after the same step.
+        Reads one batch ahead. Whether this is a rank's last batch travels in the status word of
+        the step's counts, so that ranks with loaders of different length end after the same step.
 
         Args:
             loader: This rank's batches.
@@ -194,7 +198,7 @@ class Mesh:
             All ranks iterate; a step that runs no forward costs one 8-byte sum.
         """
         iterator = iter(loader)
-        batch = next(iterator, None)
+        batch = last = next(iterator, None)
         if batch is None and empty is None:
             raise InputError(
                 f"rank {self.rank}: the loader gave no batch at all; pass batches(loader, "
@@ -202,11 +206,12 @@ class Mesh:
             )
         while True:
             following = next(iterator, None) if batch is not None else None
-            if batch is not None and empty is None and following is None:
-                empty = empty_like(batch)
+            last = batch if batch is not None else last
             loop = _Loop(is_last=following is None)
             self._loops.append(loop)  # loops may be nested, as for an evaluation
             try:
+                if batch is None and empty is None:
+                    empty = empty_like(last)
                 yield batch if batch is not None else empty  # type: ignore[misc]
             finally:
                 self._loops.remove(loop)
@@ -222,8 +227,9 @@ class Mesh:
             self.bulletin.publish(f"rank {self.rank} failed: {sentence_of(error)}")
 
     def close(self) -> None:
-        """End the communication thread and leave a note that this rank ended normally."""
-        self._worker.shutdown(wait=False, cancel_futures=True)
+        """End the communication threads and leave a note that this rank ended normally."""
+        for worker in self._workers.values():
+            worker.shutdown(wait=False, cancel_futures=True)
         self.bulletin.leave(self.num_forwards)
 
     def __enter__(self) -> "Mesh":

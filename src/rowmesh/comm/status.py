@@ -1,4 +1,4 @@
-"""The failure protocol: one rank's sentence reaches every rank. See DESIGN, Failure.
+"""The failure protocol: one rank's sentence reaches every rank.
 
 Bad input is announced in the status word of the step's first message, so all ranks raise the
 same error at the same step and may go on. Anything else is published in the store before the
@@ -86,9 +86,9 @@ class Bulletin:
             if self._store.check([f"left/{peer}"]):
                 steps = self._store.get(f"left/{peer}").decode()
                 return (
-                    f"rank {peer} finished after {steps} training steps while rank {self._rank} "
-                    f"still had batches: iterate over mesh.batches(loader), which lets ranks with "
-                    f"less data go on empty-handed"
+                    f"rank {peer} finished after {steps} training steps (its program ended, or "
+                    f"called sys.exit) while rank {self._rank} still had batches: if loaders "
+                    f"differ in length, iterate over mesh.batches(loader)"
                 )
         text = str(error).lower()
         if "timed out" in text or "timeout" in text:

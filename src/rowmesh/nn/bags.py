@@ -97,8 +97,10 @@ def flatten(
     values, lengths, stride = features.values(), features.lengths(), features.stride()
     device = values.device
     total = int(lengths.sum())
-    if total != values.numel() or (len(lengths) and int(lengths.min()) < 0):
+    if total != values.numel():
         raise InputError(f"lengths add up to {total}, but {values.numel()} ids were given")
+    if len(lengths) and int(lengths.min()) < 0:
+        raise InputError(f"a length is negative: {int(lengths.min())}")
     chosen = torch.tensor([keys[r.feature] for r in readers], device=device)
     if pooled and not weighted and len(lengths) and int(lengths.max()) * len(lengths) == total:
         return _flatten_even(values.view(len(keys), stride, -1), chosen)

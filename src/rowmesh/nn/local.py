@@ -62,6 +62,9 @@ class LocalEngine:
             parameters = [self._weight(t) for t in stack.tables]
             vectors = _Lookup.apply(stack, rows, bags, sink, *parameters)  # type: ignore[no-untyped-call]
             pieces.append((stack.readers, vectors))
+        if sink is not None:
+            together = _Together.apply(*(v for _, v in pieces))  # type: ignore[no-untyped-call]
+            pieces = [(r, v) for (r, _), v in zip(pieces, together, strict=True)]
         return features, pieces
 
     def _weight(self, table: int) -> Tensor:
@@ -103,6 +106,22 @@ class LocalEngine:
             readers = [r for r, reader in enumerate(collection.readers) if reader.table in members]
             stacks.append(_Stack(members, readers, weight, bounds.to(weight.device)))
         return stacks
+
+
+class _Together(torch.autograd.Function):
+    """All vectors of a forward as they are: if one gets a gradient, the others get zeros.
+
+    A row counts as touched if a forward read it and that forward's backward ran, also where the
+    loss used only some of the vectors; sharded and unsharded must agree on it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *vectors: Tensor) -> tuple[Tensor, ...]:
+        return vectors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads
 
 
 class _Lookup(torch.autograd.Function):

@@ -72,7 +72,7 @@ class _Bucket:
                 edge="dense",
             )
 
-        self._sum = mesh.later(add_up)
+        self._sum = mesh.later("dense", add_up)
         self.is_stale = False
 
     def finish(self, *, keep: bool) -> None:
@@ -103,6 +103,7 @@ class DenseBuckets:
     def __init__(self, parameters: Sequence[nn.Parameter], mesh: Mesh) -> None:
         self.parameters = list(parameters)
         self.is_accumulating = False
+        self._is_active = False
         self._buckets: list[_Bucket] = []
         if mesh.world == 1:
             return
@@ -114,6 +115,7 @@ class DenseBuckets:
 
     def _hook(self, bucket: _Bucket):  # type: ignore[no-untyped-def]
         def ready(parameter: Tensor) -> None:
+            self._is_active = True
             if bucket.is_launched:
                 bucket.is_stale = True  # a second backward added to what was sent
                 return
@@ -123,25 +125,36 @@ class DenseBuckets:
 
         return ready
 
-    def reduce(self) -> None:
-        """Make every ``grad`` the sum over ranks; None where no rank has one.
+    def launch(self) -> None:
+        """Send every bucket that backward did not complete; other ranks may wait for it.
 
         Collective:
-            All ranks.
+            All ranks, before any of them waits for anything else of this step.
         """
         for bucket in self._buckets:
             if bucket.is_stale:
                 bucket.finish(keep=False)
             if not bucket.is_launched:
                 bucket.launch()
+
+    def reduce(self) -> None:
+        """Make every ``grad`` the sum over ranks; None where no rank has one.
+
+        Collective:
+            All ranks, after `launch`.
+        """
         for bucket in self._buckets:
             bucket.finish(keep=True)
+        self._is_active = False
 
     def discard(self) -> None:
-        """Drop sums under way."""
+        """Drop sums under way; a parameter may have had its gradient on some ranks only."""
+        if self._is_active:
+            self.launch()
         for bucket in self._buckets:
             bucket.finish(keep=False)
             bucket.missing, bucket.is_stale = len(bucket.parameters), False
+        self._is_active = False
 
 
 def broadcast_dense(tensors: Sequence[Tensor], mesh: Mesh) -> None:

@@ -3,6 +3,7 @@
 counts + status -> ids -> lookup at owners -> vectors back -> pool; backward mirrors it.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,7 +55,7 @@ class ShardedEngine:
         self._anchor = torch.zeros((), device=mesh.device, requires_grad=True)
         self._leaving: list[Handle] = []
         self._scratch = Scratch(mesh.device)
-        self._number = 0
+        self._number, self._num_trained = 0, 0
         wire = mesh.wire
         self._counts = wire.channel(f"counts of {path}", Lane.CONTROL)
         self._ids = wire.channel(f"ids of {path}", Lane.CONTROL)
@@ -62,6 +63,8 @@ class ShardedEngine:
         self._vectors = [wire.channel(f"vectors of {path}", Lane.ROWS) for _ in stacks]
         self._backward = [wire.channel(f"gradients of {path}", Lane.GRADS) for _ in stacks]
         self._copied = [wire.channel(f"hot gradients of {path}", Lane.GRADS) for _ in stacks]
+        self.exports = wire.channel(f"export of {path}", Lane.ROWS)
+        self.num_exports = 0
 
     def __call__(self, features: Any) -> tuple[KeyedJaggedTensor, list[Piece]]:
         """The checked features and every reader's vectors.
@@ -76,6 +79,7 @@ class ShardedEngine:
         """
         training = torch.is_grad_enabled() and any(s.layout.trainable for s in self.stacks)
         self._number += 1
+        self._num_trained += torch.is_grad_enabled()
         features, routes, error = self._prepare(features, training)
         counts = self._exchange_counts(features, routes, error)
         buffers, arriving = self._await_vectors(routes)
@@ -85,7 +89,9 @@ class ShardedEngine:
             handle.wait()
         vectors = [r.forward.of(buffer) for r, buffer in zip(routes, buffers, strict=True)]
         if training:
-            ticket = Ticket(number=self._number, routes=routes, asked=asked)
+            taken = {t.place for t in self.tickets}
+            place = next(p for p in itertools.count() if p not in taken)
+            ticket = Ticket(number=self._number, place=place, routes=routes, asked=asked)
             self.tickets.append(ticket)
             vectors = _Lookup.apply(self, ticket, self._anchor, *vectors)  # type: ignore[no-untyped-call]
         pieces = [
@@ -164,7 +170,7 @@ class ShardedEngine:
             local=features.stride(),
             total=sum(c[1] for c in counts),
             all_last=all(c[0] & _LAST_BATCH for c in counts),
-            training=torch.is_grad_enabled(),
+            num_forwards=self._num_trained,
         )
         return [c[_HEAD:] for c in counts]
 
@@ -265,11 +271,14 @@ class ShardedEngine:
         Collective:
             All ranks, once for every ticket.
         """
-        place = [t.number for t in self.tickets].index(ticket.number)
+        if ticket.is_sent:
+            raise StepError(
+                "backward ran twice through one forward: add the losses and call backward once"
+            )
         for i, (stack, grad) in enumerate(zip(self.stacks, grads, strict=True)):
             if stack.layout.trainable:  # frozen tables send nothing back
                 channels = (self._backward[i], self._copied[i])
-                send_back(ticket, i, grad.contiguous(), channels, self._scratch, place)
+                send_back(ticket, i, grad.contiguous(), channels, self._scratch)
             else:
                 ticket.home.append(grad[:0], [], None)
                 ticket.copied.append(grad[:0], [], None)

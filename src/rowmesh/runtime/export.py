@@ -5,8 +5,6 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from rowmesh.comm.exchange import Channel, Lane
-from rowmesh.comm.mesh import Mesh
 from rowmesh.nn.collections import EmbeddingBagCollection, EmbeddingCollection
 from rowmesh.runtime.embeddings import ShardedEngine
 from rowmesh.runtime.tickets import Stack
@@ -22,7 +20,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """
     found = {k: v.detach() for k, v in model.state_dict().items()}
     rank = 0
-    for path, module in model.named_modules():
+    for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
             engine = module.engine
             assert isinstance(engine, ShardedEngine)
@@ -54,23 +52,21 @@ _Part = Callable[[Stack], Mapping[str, Tensor]]
 def _gather(engine: ShardedEngine, home: _Part, copies: _Part) -> dict[str, dict[str, Tensor]]:
     """Put the regions of every table in row order on rank 0."""
     mesh = engine.mesh
-    channel = mesh.wire.channel(f"export of {engine.path}", Lane.ROWS)
     found: dict[str, dict[str, Tensor]] = {}
-    sequence = 0
     for stack in engine.stacks:
         for region in (*stack.layout.home, *stack.layout.copied):
             copied = region in stack.layout.copied
             config = engine.tables[region.table]
             rows = torch.from_numpy(region.homes.rows(region.owner)).to(mesh.device)
             for name, tensor in (copies if copied else home)(stack).items():
-                sequence += 1
+                engine.num_exports += 1
                 mine = copied or region.rank == mesh.rank
                 if mine:
                     part = tensor[region.start : region.start + region.num_rows]
                 else:
                     part = tensor.new_empty((region.num_rows, *tensor.shape[1:]))
                 if not copied and region.rank != 0:
-                    _move(channel, sequence, part, region.rank, mesh)
+                    _move(engine, part, region.rank)
                 if mesh.rank == 0:
                     whole = found.setdefault(config.name, {})
                     if name not in whole:
@@ -80,8 +76,12 @@ def _gather(engine: ShardedEngine, home: _Part, copies: _Part) -> dict[str, dict
     return found
 
 
-def _move(channel: Channel, sequence: int, part: Tensor, source: int, mesh: Mesh) -> None:
+def _move(engine: ShardedEngine, part: Tensor, source: int) -> None:
     """From ``source`` to rank 0."""
+    mesh = engine.mesh
     sends = [(0, part.contiguous())] if mesh.rank == source else ()
     receives = [(source, part)] if mesh.rank == 0 else ()
-    channel.post(sequence, sends=sends, receives=receives, edge="checkpoint").wait()
+    handle = engine.exports.post(
+        engine.num_exports, sends=sends, receives=receives, edge="checkpoint"
+    )
+    handle.wait()

@@ -1,5 +1,6 @@
 """From tickets to one gradient per row: added over samples, then ranks, in the plan's order."""
 
+import functools
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ class SparseGradients:
         return found
 
     def discard(self) -> None:
-        """Drop all tickets, after the messages already under way for them."""
+        """Drop the tickets whose backward has run, after the messages under way for them."""
         for ticket in self._sent():
             ticket.home.wait()
         if self._sums is None:
@@ -81,7 +82,8 @@ class SparseGradients:
                 ticket.copied.wait()
         if self._sums is not None:
             self._sums.result()
-        self._clear()
+        self._engine.tickets = [t for t in self._engine.tickets if not t.is_sent]
+        self._sums = None
 
     def _sent(self) -> list[Ticket]:
         return [t for t in self._engine.tickets if t.is_sent]
@@ -94,7 +96,9 @@ class SparseGradients:
         if self._copied:
             self._sequence += 1
             tickets, sequence = self._sent(), self._sequence
-            self._sums = self._engine.mesh.later(lambda: self._sum_copies(tickets, sequence))
+            owner = f"sums of {self._engine.path}"
+            work = functools.partial(self._sum_copies, tickets, sequence)
+            self._sums = self._engine.mesh.later(owner, work)
 
     def _labels(self, sizes: Sequence[Sequence[int]], repeats: bool, device: Any) -> list[Tensor]:
         """What tells apart the parts of a sum; ``sizes[source][ticket]`` entries of each."""
@@ -215,6 +219,9 @@ class SparseGradients:
 
 
 def _firsts(tickets: Sequence[Ticket], number: int) -> list[int]:
-    """Where each ticket's gradients of a stack begin once they are put one after the other."""
+    """Where each ticket's gradients of a stack begin once they are put one after the other.
+
+    Home and copied gradients of a ticket lie in one buffer (`send_back`), so one list does.
+    """
     lengths = [len(t.home.grads[number]) for t in tickets]
     return [sum(lengths[:k]) for k in range(len(tickets))]

@@ -43,6 +43,8 @@ class Optimizer(torch.optim.Optimizer):
         if not isinstance(buckets, DenseBuckets):
             raise InputError("rm.Optimizer takes a sharded model: call rm.shard(model, plan, mesh)")
         self._engines: list[ShardedEngine] = sharded_engines(model)
+        if any(engine.on_all_sent is not None for engine in self._engines):
+            raise InputError("this model has an rm.Optimizer already: one steps all its tables")
         self._mesh = self._engines[0].mesh if self._engines else None
         self._sparse = [SparseGradients(engine) for engine in self._engines]
         self._rule, self._buckets = sparse, buckets
@@ -60,10 +62,13 @@ class Optimizer(torch.optim.Optimizer):
         super().__init__([{**group, "params": [nn.Parameter(torch.zeros(0))]}], {"lr": sparse.lr})
         sparse_group = self.param_groups[0] | {"params": []}
         self.param_groups = [*(self.dense.param_groups if self.dense else ()), sparse_group]
+        self._is_built = True
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Sum the gradients over ranks, update every touched row once, step the dense part.
+
+        The gradients are used up: ``zero_grad()`` after it is welcome and does nothing.
 
         Collective:
             All ranks.
@@ -77,6 +82,7 @@ class Optimizer(torch.optim.Optimizer):
                 self._rule.update(part.weight, part.state, part.rows.long(), part.grad, lr)
         if self.dense is not None:
             self.dense.step()
+            self.dense.zero_grad(set_to_none=True)
         self._pending = None
 
     @torch.no_grad()
@@ -108,7 +114,7 @@ class Optimizer(torch.optim.Optimizer):
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, also those of forwards whose step has not come."""
+        """Forget the gradients of all backwards that have run since the last step."""
         for sparse in self._sparse:
             sparse.discard()
         self._buckets.discard()
@@ -133,6 +139,12 @@ class Optimizer(torch.optim.Optimizer):
         finally:
             for holder in holders:
                 holder.is_accumulating = False
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not possible after construction: parameters are bucketed when the model is sharded."""
+        if hasattr(self, "_is_built"):
+            raise InputError("rm.Optimizer takes all parameters of the sharded model at once")
+        super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """Dense state, and this rank's part of the sparse state (`rowmesh` saves all of it)."""
@@ -160,6 +172,8 @@ class Optimizer(torch.optim.Optimizer):
                 (stack.home_state, saved["home"]),
                 (stack.copies_state, saved["copies"]),
             ):
+                if {k: v.shape for k, v in ours.items()} != {k: v.shape for k, v in theirs.items()}:
+                    raise InputError("the state is of another update rule, plan or rank")
                 for name, tensor in ours.items():
                     tensor.copy_(theirs[name])
         if self.dense is not None:
@@ -169,6 +183,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _reduce(self) -> list[RowGradient]:
         if self._pending is None:
+            self._buckets.launch()
             self._pending = [part for sparse in self._sparse for part in sparse.reduce()]
             self._buckets.reduce()
         return self._pending

@@ -163,11 +163,11 @@ def _num_samples(batch: Any) -> int:
 
 
 def _add(parameter: nn.Parameter, grads: Sequence[Tensor | None]) -> Tensor | None:
-    """The sum in rank order; a part without a gradient adds zero, as on the wire."""
+    """The sum in rank order, in fp32; a part without a gradient adds zero, as on the wire."""
     if all(g is None for g in grads):
         return None
-    total: Tensor | None = None
-    for grad in grads:
-        part = torch.zeros_like(parameter) if grad is None else grad
-        total = part.clone() if total is None else total.add_(part)
-    return total
+    parts = [torch.zeros_like(parameter) if g is None else g for g in grads]
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parameter.dtype)

@@ -18,7 +18,6 @@ def send_back(
     grad: Tensor,
     channels: tuple[Channel, Channel],
     scratch: Scratch,
-    place: int,
 ) -> None:
     """Post the gradients of stack ``number``: of home rows, and of copied rows.
 
@@ -30,7 +29,7 @@ def send_back(
         number: Of the stack.
         grad: ``[bags, D]`` gradient of the stack's bags.
         channels: For home rows and for copied rows.
-        scratch: Keeps the buffers; ``place`` tells apart tickets under way together.
+        scratch: Keeps the buffers.
     """
     route, asked = ticket.routes[number], ticket.asked[number]
     rank, peers = channels[0].wire.rank, channels[0].wire.peers()
@@ -47,7 +46,7 @@ def send_back(
     arriving = sum(sizes[p] for _, _, _, sizes, _ in kinds for p in peers)
     selected = route.backward.is_selection
     num_own = route.num_vectors if selected else sum(sizes[rank] for _, _, _, sizes, _ in kinds)
-    buffer = scratch.take(("returns", number, place), num_own + arriving, grad.shape[1])
+    buffer = scratch.take(("returns", number, ticket.place), num_own + arriving, grad.shape[1])
     if selected:
         vectors = buffer[:num_own]
         torch.index_select(grad, 0, route.backward.positions, out=vectors)

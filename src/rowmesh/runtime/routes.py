@@ -183,7 +183,7 @@ def _keys(
 
 def _vector_starts(layout: StackLayout, bags: Bags, keys: Tensor, order: Tensor) -> Tensor:
     """Where vectors begin among the sorted keys; without dedup every id is its own vector."""
-    if bool(layout.is_deduped.all()):
+    if layout.all_deduped:
         return run_starts(keys)
     once = layout.is_deduped.index_select(0, bags.reader).index_select(0, order)
     number = torch.arange(len(keys), device=keys.device)

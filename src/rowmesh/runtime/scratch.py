@@ -1,7 +1,7 @@
 """Buffers that keep their memory from step to step.
 
-The C library gives large blocks back to the system and takes them anew every step; filling the
-fresh pages cost more than the exchange itself (a table-wise step: 8,400 page faults, 40 %).
+The C library gives large blocks back to the system and takes them anew every step, and the
+system fills the fresh pages with zeros each time.
 """
 
 from collections.abc import Hashable
@@ -26,6 +26,7 @@ class Scratch:
         size = num_rows * dim
         kept = self._kept.get((name, dtype))
         if kept is None or len(kept) < size:
-            kept = torch.empty(size + size // 4, dtype=dtype, device=self._device)
+            with torch.inference_mode(False):  # the buffer outlives an evaluation
+                kept = torch.empty(size + size // 4, dtype=dtype, device=self._device)
             self._kept[name, dtype] = kept
         return kept[:size].view(num_rows, dim)

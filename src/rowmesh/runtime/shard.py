@@ -19,6 +19,7 @@ from rowmesh.runtime.stacks import Region, StackLayout, lay_out
 from rowmesh.runtime.tickets import Stack
 from rowmesh.storage import allocate_rows
 from rowmesh.tables import (
+    BYTES_OF,
     TableConfig,
     dense_parameters,
     dtype_name,
@@ -68,6 +69,11 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
     model = adopt_collections(model)
     dense = dense_parameters(model)
     trainable = [p for p in dense if p.requires_grad]
+    if wide := {p.dtype for p in trainable} - set(BYTES_OF):
+        raise NotExecutable(
+            f"dense parameters of {sorted(map(str, wide))}: gradients are summed in fp32; convert "
+            f"them to fp32, fp16 or bf16"
+        )
     if bucket_elements([p.numel() for p in trainable]) != plan.dense:
         raise PlanError(
             f"the plan's dense buckets hold {sum(plan.dense)} elements, this model's "

@@ -62,6 +62,8 @@ class StackLayout:
     is_copied: Tensor  # per reader
     is_pooled: Tensor  # per reader: owners pool
     is_deduped: Tensor  # per reader
+    has_pooled: bool  # any reader is_pooled
+    all_deduped: bool
     num_shards: Tensor  # per reader
     shard_bits: int | None  # log2 of num_shards where it is one power of two for all
     first_entry: Tensor  # per reader
@@ -74,14 +76,9 @@ class StackLayout:
         return self.copy_bounds[rank + 1] - self.copy_bounds[rank]
 
     @property
-    def has_pooled(self) -> bool:
-        """Some table's vectors are pooled by their owners."""
-        return bool(self.is_pooled.any())
-
-    @property
     def has_repeats(self) -> bool:
         """One part may bring a row several gradients: owners pool, or ids are not deduped."""
-        return self.has_pooled or not bool(self.is_deduped.all())
+        return self.has_pooled or not self.all_deduped
 
 
 def lay_out(
@@ -158,6 +155,8 @@ def _lay_out_one(
         is_copied=flags([_is_copied(p) for p in of_reader]),
         is_pooled=flags([_owner_pools(p) for p in of_reader]),
         is_deduped=flags([p.dedup or _owner_pools(p) or _is_copied(p) for p in of_reader]),
+        has_pooled=any(_owner_pools(p) for p in of_reader),
+        all_deduped=all(p.dedup or _owner_pools(p) or _is_copied(p) for p in of_reader),
         num_shards=tensor([p.virtual_shards for p in of_reader]),
         shard_bits=_shard_bits({p.virtual_shards for p in of_reader}),
         first_entry=tensor([entries[readers[r].table] for r in members]),

@@ -53,6 +53,7 @@ class Ticket:
 
     Args:
         number: The same on all ranks.
+        place: Tells apart the buffers of tickets under way together.
         routes: One per stack.
         asked: ``[stack][source]``, what every rank asked of this one.
         is_sent: Its backward has run.
@@ -61,6 +62,7 @@ class Ticket:
     """
 
     number: int
+    place: int
     routes: Sequence[Route]
     asked: Sequence[Sequence[Request]]
     is_sent: bool = False

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from rowmesh.comm.mesh import Mesh
-from rowmesh.errors import PlanError
+from rowmesh.comm.status import sentence_of
+from rowmesh.errors import PlanError, RowmeshError
 from rowmesh.optim import UpdateRule
 from rowmesh.placement import Exactness, Plan
 from rowmesh.runtime.export import full_sparse_state, full_state_dict
@@ -66,7 +67,8 @@ def first_difference(
 ) -> Difference | None:
     """The first entry with |a - b| > tolerance * max(1, |b|); at 0 every unequal value counts."""
     bound = tolerance * oracle.double().abs().clamp(min=1.0)
-    wrong = ~((sharded.double() - oracle.double()).abs() <= bound)
+    same = (sharded == oracle) | (sharded.isnan() & oracle.isnan())
+    wrong = ~(same | ((sharded.double() - oracle.double()).abs() <= bound))
     if not bool(wrong.any()):
         return None
     place = tuple(int(i) for i in wrong.nonzero()[0])
@@ -113,12 +115,16 @@ def verify(
         losses.append(found.detach())
     everyone = mesh.gather_objects((list(batches), losses))
     tables, states = full_state_dict(model), full_sparse_state(model)
-    outcome = None
+    outcome: Verification | str | None = None
     if mesh.rank == 0:
-        oracle = Oracle(make_model(), dense=dense, sparse=sparse)
-        outcome = _compare(oracle, plan, everyone, tables, states)
+        try:
+            oracle = Oracle(make_model(), dense=dense, sparse=sparse)
+            outcome = _compare(oracle, plan, everyone, tables, states)
+        except Exception as error:  # every rank must hear of it
+            outcome = f"the oracle failed on rank 0: {sentence_of(error)}"
     result = mesh.gather_objects(outcome)[0]
-    assert isinstance(result, Verification)
+    if not isinstance(result, Verification):
+        raise RowmeshError(str(result))
     return result
 
 
