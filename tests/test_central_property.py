@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import rowmesh as rm
+from rowmesh.placement.rules import EDGES
 from rowmesh.runtime.verify import E1_TOLERANCE
 from tests.cases import Case, Run, cases, oracle_case, train_case
 from tests.ranks import run_on_ranks
@@ -68,6 +69,7 @@ def check(case: Case, *, tolerance: float) -> None:
             paths = {t.collection for t in case.plan().tables}
             predicted = rm.predict(case.plan(), [dict.fromkeys(paths, f) for f in features])
             assert predicted == [run.ledgers[step] for run in runs]
+            assert all(edge in EDGES for ledger in predicted for edge in ledger)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

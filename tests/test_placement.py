@@ -137,11 +137,8 @@ def test_small_questions_about_a_plan() -> None:
     assert planned.table("seq") is sequence
     assert planned.mesh.topology == Topology(hosts=2, local=2)
     assert planned.fingerprint == Topology(hosts=2, local=2).fingerprint()
-    pooled = planned.with_exchange(Exchange.POOLED).validate()
-    assert [t.exchange for t in pooled.tables] == [Exchange.POOLED, Exchange.ROWS]
-    assert pooled.with_exchange(Exchange.ROWS) == planned
     with pytest.raises(FrozenInstanceError):
-        planned.seed = 1  # type: ignore[misc]
+        planned.version = 2  # type: ignore[misc]
 
 
 def coded(*stack: str) -> tuple[Codec, ...]:
@@ -158,8 +155,11 @@ PAIRS = MeshShape(hosts=2, local=2, group=2)
         (plan(codecs=coded("fp32")), "E0"),
         (plan(table(tiers=tier(1), exchange=Exchange.POOLED)), "E0"),
         (
-            plan(table(tiers=tier(0, 1, split=Split(kind="boxes", columns=2)))).with_exchange(
-                Exchange.POOLED
+            plan(
+                table(
+                    tiers=tier(0, 1, split=Split(kind="boxes", columns=2)),
+                    exchange=Exchange.POOLED,
+                )
             ),
             "E0",
         ),
@@ -322,7 +322,6 @@ def plans(draw: st.DrawFn) -> Plan:
         codecs=tuple(draw(st.lists(CODECS, max_size=2))),
         sync=draw(SYNCS),
         predicted=draw(st.builds(Predicted, host_bytes=AMOUNT, step_s=st.none() | AMOUNT)),
-        seed=draw(st.integers(0, 2**31)),
     )
 
 
@@ -410,7 +409,7 @@ def test_a_typo_inside_a_hot_set_is_named() -> None:
 
 def test_optional_fields_and_whole_numbers_may_be_short() -> None:
     written = json.loads(plan_to_json(plan()))
-    for key in ("exactness", "fingerprint", "codecs", "sync", "seed"):
+    for key in ("exactness", "fingerprint", "codecs", "sync"):
         written.pop(key)
     written["predicted"] = {"host_bytes": 3}
     found = plan_from_json(json.dumps(written))
@@ -446,7 +445,7 @@ def test_load_plan_names_a_file_it_cannot_read(tmp_path: Path) -> None:
 def test_save_plan_replaces_the_file_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, old, new = tmp_path / "plan.json", plan(seed=1), plan(table("ünï"), seed=2)
+    path, old, new = tmp_path / "plan.json", plan(), plan(table("ünï"))
     save_plan(old, str(path))
     assert load_plan(str(path)) == old
     write = Path.write_text

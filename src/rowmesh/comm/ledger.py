@@ -1,7 +1,6 @@
 """Every payload byte a rank hands to the transport, by edge and link class."""
 
 from collections import Counter
-from collections.abc import Mapping
 
 from rowmesh.topology import Link, Topology
 
@@ -34,7 +33,10 @@ class Ledger:
 
     def by_link(self) -> dict[str, int]:
         """``{link: bytes}`` since the last reset."""
-        return total_by_link(self.by_edge())
+        totals = {Link.HOST.value: 0, Link.CROSS.value: 0}
+        for (_, link), num_bytes in self._bytes.items():
+            totals[link.value] += num_bytes
+        return totals
 
     def num_messages(self) -> int:
         """Messages sent since the last reset."""
@@ -44,12 +46,3 @@ class Ledger:
         """Start again from zero."""
         self._bytes.clear()
         self._messages.clear()
-
-
-def total_by_link(by_edge: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
-    """Add the edges of a ledger's or a prediction's ``{edge: {link: bytes}}``."""
-    totals = {Link.HOST.value: 0, Link.CROSS.value: 0}
-    for links in by_edge.values():
-        for link, num_bytes in links.items():
-            totals[link] += num_bytes
-    return totals

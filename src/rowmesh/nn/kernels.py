@@ -80,20 +80,13 @@ def coalesce(
     position = (order if index is None else index.index_select(0, order)).to(torch.int32)
     if weights is not None:
         weights = weights.index_select(0, order)
+    is_added = False
     for level in range(len(labels) + 1):
         starts = run_starts(rows, *labels[level:])
         if len(starts) == len(rows) and weights is None:
             continue  # nothing to add at this level
-        values = pool(values, position, starts, weights)
+        values, is_added = pool(values, position, starts, weights), True
         position = torch.arange(len(starts), dtype=torch.int32, device=values.device)
         rows, weights = rows.index_select(0, starts), None
         labels = [label.index_select(0, starts) for label in labels]
-    if len(position) and not _is_identity(position, len(values)):
-        values = values.index_select(0, position)
-    return rows, values[: len(rows)]
-
-
-def _is_identity(position: Tensor, length: int) -> bool:
-    return len(position) == length and bool(
-        (position == torch.arange(length, dtype=position.dtype, device=position.device)).all()
-    )
+    return rows, values if is_added else values.index_select(0, position)

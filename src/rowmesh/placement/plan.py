@@ -1,6 +1,6 @@
 """The words of a plan. What they must obey is in `rowmesh.placement.rules`."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
@@ -215,7 +215,6 @@ class Plan:
     codecs: tuple[Codec, ...] = ()
     sync: Sync = field(default_factory=Sync)
     predicted: Predicted = field(default_factory=Predicted)
-    seed: int = 0
     version: int = PLAN_VERSION
 
     @property
@@ -249,14 +248,6 @@ class Plan:
         raise PlanError(
             f"the plan has no table {name!r}{did_you_mean(name, [t.name for t in self.tables])}"
         )
-
-    def with_exchange(self, exchange: Exchange) -> "Plan":
-        """The same placement with another exchange wherever pooling allows one."""
-        tables = tuple(
-            t if t.pooling is PoolingType.NONE else replace(t, exchange=exchange)
-            for t in self.tables
-        )
-        return replace(self, tables=tables)
 
     def __str__(self) -> str:
         from rowmesh.placement.text import render

@@ -38,8 +38,8 @@ class SparseGradients:
 
     def __init__(self, engine: ShardedEngine) -> None:
         self._engine = engine
-        self._copied = [i for i, s in enumerate(engine.stacks) if s.layout.copied]
-        self._copied = [i for i in self._copied if engine.stacks[i].layout.trainable]
+        layouts = [stack.layout for stack in engine.stacks]
+        self._copied = [i for i, layout in enumerate(layouts) if layout.copied and layout.trainable]
         self._sums: Future[list[RowGradient]] | None = None
         self._sequence = 0
         wire = engine.mesh.wire
@@ -70,15 +70,15 @@ class SparseGradients:
             if stack.layout.trainable
         ]
         found += self._sums.result() if self._sums is not None else []
-        self._clear()
+        self._engine.tickets.clear()
+        self._sums = None
         return found
 
     def discard(self) -> None:
         """Drop the tickets whose backward has run, after the messages under way for them."""
         for ticket in self._sent():
             ticket.home.wait()
-        if self._sums is None:
-            for ticket in self._sent():
+            if self._sums is None:  # else the communication thread waits for them
                 ticket.copied.wait()
         if self._sums is not None:
             self._sums.result()
@@ -87,10 +87,6 @@ class SparseGradients:
 
     def _sent(self) -> list[Ticket]:
         return [t for t in self._engine.tickets if t.is_sent]
-
-    def _clear(self) -> None:
-        self._engine.tickets.clear()
-        self._sums = None
 
     def _launch(self) -> None:
         if self._copied:
