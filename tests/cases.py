@@ -75,6 +75,7 @@ class Case:
     dense: str = "adagrad"
     accumulate: int = 1
     skips_first: bool = False
+    has_unused: bool = True
 
     @property
     def num_features(self) -> int:
@@ -179,7 +180,8 @@ class Model(nn.Module):
                 width += table.dim * table.features
         torch.manual_seed(7)
         self.hidden = nn.Linear(width, 5)
-        self.unused = nn.Linear(2, 2)
+        if case.has_unused:  # keeps its bucket from being sent in backward
+            self.unused = nn.Linear(2, 2)
         self.sometimes = nn.Linear(3, 1)  # unused on ranks whose first label says so
         self.out = nn.Linear(5, 1)
 
@@ -310,6 +312,7 @@ def cases(draw: st.DrawFn, *, world: int, exact: bool = True) -> Case:
         dense=draw(st.sampled_from(sorted(DENSE))),
         accumulate=accumulate,
         skips_first=draw(st.booleans()),
+        has_unused=draw(st.booleans()),
     )
 
 
