@@ -226,11 +226,22 @@ HOST_BOXES = {"copies": Copies.HOST, "split": Split(kind="boxes", rows="host")}
         (plan(table(tiers=tier(0, 1))), r"a whole copy lives on one rank, got \[0, 1\]"),
         (plan(table(tiers=tier(0, split=Split(columns=2)))), "no column or row split"),
         (plan(table(tiers=tier(0, split=Split(rows="host")))), "no column or row split"),
-        (plan(table(tiers=tier(0, split=Split(kind="boxes", columns=0)))), "0 column blocks of 8"),
-        (plan(table(tiers=tier(0, split=Split(kind="boxes", columns=9)))), "9 column blocks of 8"),
+        (plan(table(tiers=tier(0, split=Split(kind="boxes", columns=0)))), "0 column pieces of 8"),
+        (
+            plan(table(tiers=tier(0, split=Split(kind="boxes", columns=9)))),
+            "9 column pieces of 8.*at most 8",
+        ),
         (
             plan(table(tiers=tier(*ALL, split=Split(kind="boxes", columns=3, rows="all")))),
             "4 ranks do not divide into 3 columns",
+        ),
+        (
+            plan(table(tiers=tier(0, 1, split=Split(kind="boxes")))),
+            "split by columns alone it needs 1 ranks, got 2",
+        ),
+        (
+            plan(table(tiers=tier(0, 2, 1, 3, split=Split(kind="boxes", columns=2, rows="host")))),
+            "ranks 0 and 2 share a column piece .* different hosts",
         ),
         (plan(table(virtual_shards=3)), "4 ranks share 3 virtual shards.*at most 3 ranks"),
         (plan(codecs=(Codec(edge="ids"),)), "edge 'ids' takes no codec: known are"),
@@ -262,10 +273,13 @@ def document(planned: Plan) -> dict[str, Any]:
     return json.loads(json.dumps(asdict(planned)))
 
 
-def draw_tier(draw: st.DrawFn, world: int, dim: int, shards: int, in_tower: bool) -> Tier:
+def draw_tier(
+    draw: st.DrawFn, hosts: int, local: int, dim: int, shards: int, in_tower: bool
+) -> Tier:
+    world = hosts * local
     ranks = tuple(draw(st.permutations(range(world)))[: draw(st.integers(1, world))])
     store = draw(st.sampled_from(["ram", "ssd"]))
-    columns = draw(st.integers(1, dim))
+    columns = draw(st.integers(1, dim))  # any dim up to 7 may be cut into so many pieces
     kind = draw(st.integers(0, 4 if in_tower else 6))
     boxes = {"kind": "boxes", "columns": columns}
     if kind == 0:
@@ -274,10 +288,18 @@ def draw_tier(draw: st.DrawFn, world: int, dim: int, shards: int, in_tower: bool
         return Tier(ranks=ranks[:1], store=store)
     if kind == 2:
         columns = draw(st.sampled_from([c for c in range(1, dim + 1) if len(ranks) % c == 0]))
-        rows = "all" if len(ranks) // columns <= shards else "host"
-        return Tier(ranks=ranks, split=Split(kind="boxes", columns=columns, rows=rows))
-    if kind in (3, 4):
-        return Tier(ranks=ranks, split=Split(rows=("none", "host")[kind - 3], **boxes))
+        kept = ranks[: columns * min(len(ranks) // columns, shards)]
+        return Tier(ranks=kept, split=Split(kind="boxes", columns=columns, rows="all"))
+    if kind == 3:
+        columns = min(columns, len(ranks))
+        return Tier(ranks=ranks[:columns], split=Split(kind="boxes", columns=columns))
+    if kind == 4:
+        pieces = [tuple(range(h * local, h * local + min(local, shards))) for h in range(hosts)]
+        pieces = draw(st.permutations(pieces))[:columns]
+        return Tier(
+            ranks=tuple(r for piece in pieces for r in piece),
+            split=Split(kind="boxes", columns=len(pieces), rows="host"),
+        )
     split = Split() if kind == 5 else Split(rows="host", **boxes)
     return Tier(ranks=ranks, copies=Copies.HOST, split=split, store=store)
 
@@ -295,7 +317,7 @@ def plans(draw: st.DrawFn) -> Plan:
         pooling = draw(st.sampled_from(PoolingType))
         tower = draw(st.sampled_from([None, *towers]))
         hot = [
-            replace(draw_tier(draw, world, dim, shards, tower is not None), rows=rows)
+            replace(draw_tier(draw, hosts, local, dim, shards, tower is not None), rows=rows)
             for rows in draw(st.lists(st.builds(HotSet, **HOT_FIELDS), max_size=2))
         ]
         fields: dict[str, Any] = {
@@ -305,7 +327,7 @@ def plans(draw: st.DrawFn) -> Plan:
             "data_type": draw(st.sampled_from(["fp32", "fp16", "bf16"])),
             "pooling": pooling,
             "feature_names": tuple(draw(st.lists(st.text(max_size=3), max_size=2))),
-            "tiers": (*hot, draw_tier(draw, world, dim, shards, tower is not None)),
+            "tiers": (*hot, draw_tier(draw, hosts, local, dim, shards, tower is not None)),
             "tower": tower,
         }
         if pooling is not PoolingType.NONE:
@@ -473,7 +495,7 @@ def large(num_tables: int, hosts: int = 64, local: int = 8, **changes: Any) -> P
         (Tier(ranks=every, split=ROW_WISE),),
         (Tier(ranks=every, copies=Copies.WORLD),),
         (Tier(ranks=(world - 1,)),),
-        (hot, Tier(ranks=some, split=Split(kind="boxes", rows="host"))),
+        (hot, Tier(ranks=some, split=ROW_WISE)),
     ]
     tables = [
         table(

@@ -5,6 +5,7 @@ from enum import StrEnum
 from typing import Literal
 
 from rowmesh.errors import PlanError, did_you_mean
+from rowmesh.placement.columns import column_bounds
 from rowmesh.placement.homes import Homes
 from rowmesh.tables import BYTES_OF, PoolingType, parse_dtype
 from rowmesh.topology import Topology
@@ -93,8 +94,11 @@ class HotSet:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """How one copy is cut. ``whole``: not at all. ``boxes``: k column blocks times row shards
-    over ``all`` ranks of the tier, over one ``host``'s ranks, or ``none`` (columns only)."""
+    """How one copy is cut. ``whole``: not at all. ``boxes``: k column pieces, the rows of each
+    split over its ranks (``all``), over its ranks, all of one host (``host``), or not (``none``).
+
+    With n = ranks / k, piece c lies on the tier's ranks [c * n, (c + 1) * n).
+    """
 
     kind: Literal["whole", "boxes"] = "whole"
     columns: int = 1
@@ -158,8 +162,13 @@ class TablePlan:
         return self.tiers[-1]
 
     def homes(self) -> Homes:
-        """Owners and slots of the rest's rows, as indices into its ranks."""
-        return Homes(self.num_embeddings, self.virtual_shards, len(self.rest.ranks))
+        """Owners and slots of the rest's rows, as indices into the ranks of a column piece."""
+        owners = len(self.rest.ranks) // self.rest.split.columns
+        return Homes(self.num_embeddings, self.virtual_shards, owners)
+
+    def columns(self) -> list[tuple[int, int]]:
+        """First and last + 1 column of each column piece of the rest."""
+        return column_bounds(self.embedding_dim, self.rest.split.columns)
 
     @property
     def word(self) -> str:

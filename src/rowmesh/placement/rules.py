@@ -3,6 +3,7 @@
 import re
 
 from rowmesh.errors import PlanError
+from rowmesh.placement.columns import num_blocks
 from rowmesh.placement.plan import (
     PLAN_VERSION,
     Copies,
@@ -109,15 +110,37 @@ def _check_tier(plan: Plan, table: TablePlan, tier: Tier, where: str) -> None:
         raise PlanError(f"{where}: a whole copy lives on one rank, got {list(ranks)}")
     if split.kind == "whole" and (split.columns != 1 or split.rows != "none"):
         raise PlanError(f"{where}: a whole copy has no column or row split")
-    if not 1 <= split.columns <= table.embedding_dim:
-        raise PlanError(f"{where}: {split.columns} column blocks of {table.embedding_dim} columns")
-    if split.kind == "boxes" and split.rows == "all" and len(ranks) % split.columns:
-        raise PlanError(f"{where}: {len(ranks)} ranks do not divide into {split.columns} columns")
-    if split.rows == "all" and len(ranks) // split.columns > table.virtual_shards:
+    most = num_blocks(table.embedding_dim)
+    if not 1 <= split.columns <= most:
         raise PlanError(
-            f"{where}: {len(ranks)} ranks share {table.virtual_shards} virtual shards; S is fixed "
+            f"{where}: {split.columns} column pieces of {table.embedding_dim} columns, which are "
+            f"cut into at most {most}: choose another dim, or fewer pieces"
+        )
+    if split.kind == "boxes" and tier.copies is Copies.GROUP:
+        _check_boxes(mesh, table, tier, where)
+
+
+def _check_boxes(mesh: MeshShape, table: TablePlan, tier: Tier, where: str) -> None:
+    ranks, columns, rows = tier.ranks, tier.split.columns, tier.split.rows
+    if len(ranks) % columns:
+        raise PlanError(f"{where}: {len(ranks)} ranks do not divide into {columns} columns")
+    owners = len(ranks) // columns
+    if rows == "none" and owners != 1:
+        raise PlanError(
+            f"{where}: split by columns alone it needs {columns} ranks, got {len(ranks)}"
+        )
+    if owners > table.virtual_shards:
+        raise PlanError(
+            f"{where}: {owners} ranks share {table.virtual_shards} virtual shards; S is fixed "
             f"when the table is created: use at most {table.virtual_shards} ranks"
         )
+    for first in range(0, len(ranks) if rows == "host" else 0, owners):
+        for rank in ranks[first : first + owners]:
+            if mesh.topology.host(rank) != mesh.topology.host(ranks[first]):
+                raise PlanError(
+                    f"{where}: ranks {ranks[first]} and {rank} share a column piece split with "
+                    f"rows=host, but are on different hosts (hosts have {mesh.local} ranks)"
+                )
 
 
 def _check_codec(text: str, edge: str) -> None:
@@ -140,7 +163,7 @@ def exactness(plan: Plan) -> Exactness:
     ):
         return Exactness.E2
     for table in plan.tables:
-        split_rows = table.rest.split.rows != "none" and len(table.rest.ranks) > 1
+        split_rows = table.rest.split.rows != "none" and table.homes().num_owners > 1
         if table.exchange is Exchange.POOLED and split_rows:
             return Exactness.E1
     return Exactness.E0

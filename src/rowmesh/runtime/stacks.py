@@ -6,7 +6,7 @@ ordered by the rank that adds up their gradients.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,8 +24,9 @@ class Region:
 
     table: int
     rank: int
-    owner: int  # index of the rank in the tier's ranks
+    owner: int  # index of the rank among those of its column piece
     homes: Homes
+    columns: tuple[int, int]  # first and last + 1
     start: int
 
     @property
@@ -115,11 +116,7 @@ def _lay_out_one(
     home, home_slots = _regions(plans, [t for t in tables if not _is_copied(plans[t])], world)
     copied, sums = _regions(plans, [t for t in tables if _is_copied(plans[t])], world)
     copy_bounds = [sum(sums[:rank]) for rank in range(world + 1)]
-    copied = [
-        Region(table=r.table, rank=r.rank, owner=r.owner, homes=r.homes, start=r.start + b)
-        for r in copied
-        for b in [copy_bounds[r.rank]]
-    ]
+    copied = [replace(region, start=region.start + copy_bounds[region.rank]) for region in copied]
     entries: dict[int, int] = {}
     owner: list[int] = []
     slot0: list[int] = []
@@ -184,7 +181,10 @@ def _regions(
     for t in tables:
         homes = plans[t].homes()
         for owner, rank in enumerate(plans[t].rest.ranks):
-            region = Region(table=t, rank=rank, owner=owner, homes=homes, start=used[rank])
+            columns = (0, plans[t].embedding_dim)
+            region = Region(
+                table=t, rank=rank, owner=owner, homes=homes, columns=columns, start=used[rank]
+            )
             regions.append(region)
             used[rank] += region.num_rows
     return regions, used

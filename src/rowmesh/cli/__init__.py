@@ -1,0 +1,28 @@
+"""The command line: `rowmesh train` and `rowmesh plan`. A command a file."""
+
+import typer
+
+from rowmesh.cli.plan import plan_command
+from rowmesh.cli.train import train_command
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="rowmesh",
+    help="Train recommendation models whose embedding tables outgrow a device.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("train")(train_command)
+app.command("plan")(plan_command)
+
+
+@app.callback()
+def rowmesh() -> None:
+    """Train recommendation models whose embedding tables outgrow a device."""
+
+
+def main() -> None:
+    """The program `rowmesh`."""
+    app()

@@ -1,0 +1,36 @@
+"""What all commands share: options that mean the same everywhere, and how a command ends."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from rowmesh.errors import RowmeshError
+from rowmesh.train.launch import exit_code
+
+__all__ = ["Alpha", "Batch", "Dim", "Exchange", "Split", "one_sentence"]
+
+Batch = Annotated[int, typer.Option(help="Samples per rank and step.")]
+Dim = Annotated[int, typer.Option(help="Columns of every table.")]
+Alpha = Annotated[float, typer.Option(help="Zipf exponent of the ids; 0 is uniform.")]
+Split = Annotated[
+    str, typer.Option(help="Of all tables: auto, table_wise, row_wise or data_parallel.")
+]
+Exchange = Annotated[str, typer.Option(help="What travels: auto, rows or pooled.")]
+
+
+@contextlib.contextmanager
+def one_sentence() -> Iterator[None]:
+    """End with one sentence on stderr (of rank 0) and 2 for bad input, 130 for a signal, else 1."""
+    try:
+        yield
+        return
+    except RowmeshError as error:
+        sentence, code = " ".join(str(error).split()), exit_code(error)
+    except KeyboardInterrupt as error:
+        sentence, code = f"stopped by {error or 'SIGINT'}", 130
+    if os.environ.get("RANK", "0") == "0":
+        typer.echo(f"rowmesh: {sentence}", err=True)
+    raise typer.Exit(code)
