@@ -58,7 +58,10 @@ def _gather(engine: ShardedEngine, home: _Part, copies: _Part) -> dict[str, dict
             copied = region in stack.layout.copied
             config = engine.tables[region.table]
             rows = torch.from_numpy(region.homes.rows(region.owner)).to(mesh.device)
+            first, last = region.columns
             for name, tensor in (copies if copied else home)(stack).items():
+                if tensor.dim() == 1 and first > 0:
+                    continue  # a row's state lies beside each of its column pieces
                 engine.num_exports += 1
                 mine = copied or region.rank == mesh.rank
                 if mine:
@@ -70,9 +73,10 @@ def _gather(engine: ShardedEngine, home: _Part, copies: _Part) -> dict[str, dict
                 if mesh.rank == 0:
                     whole = found.setdefault(config.name, {})
                     if name not in whole:
-                        shape = (config.num_embeddings, *tensor.shape[1:])
+                        shape = (config.num_embeddings, config.embedding_dim)[: tensor.dim()]
                         whole[name] = tensor.new_empty(shape)
-                    whole[name].index_copy_(0, rows, part)
+                    target = whole[name] if tensor.dim() == 1 else whole[name][:, first:last]
+                    target.index_copy_(0, rows, part)
     return found
 
 
