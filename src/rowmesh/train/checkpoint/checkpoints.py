@@ -188,5 +188,8 @@ class Checkpoints:
         for earlier in reversed([s for s in self._folders.steps() if s < step]):
             _, problem = attempt(lambda: check_all(self._folders.of(earlier)))  # noqa: B023
             if problem is None:
-                return f"; the checkpoint of step {earlier} is intact: load step={earlier}"
+                return (
+                    f"; the checkpoint of step {earlier} is intact: load step={earlier}, or delete "
+                    f"the damaged folder"
+                )
         return "; no earlier checkpoint is intact"
