@@ -341,6 +341,9 @@ def save_between(mesh: Mesh, folder: str) -> list[str]:
     refuse(lambda: checkpoints.save(1, **parts, extra={"a": [{3: 1}] if mesh.rank else []}))
     refuse(lambda: checkpoints.save(1, **parts, extra={"a": torch.ones(1)}))
     refuse(lambda: checkpoints.save(-1, **parts))
+    mesh.total(1)
+    found += [p.name for p in Path(folder).iterdir()]
+    mesh.total(1)
     checkpoints.save(1, **parts)
     refuse(lambda: checkpoints.load(**parts, step=2))
     mesh.mean(model(batch)).backward()

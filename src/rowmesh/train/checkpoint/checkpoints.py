@@ -102,8 +102,13 @@ class Checkpoints:
             save.begin()
             return save
 
+        def on_failure(kind: str) -> str:
+            if mesh.rank == 0:
+                self._folders.drop(step)
+            return ""
+
         save, problem = attempt(begin)
-        agree(mesh, None, problem)
+        agree(mesh, None, problem, on_failure=on_failure)
         assert save is not None
         if asynchronous:
             save = save.staged()
@@ -157,7 +162,7 @@ class Checkpoints:
             All ranks.
         """
         self.wait()
-        chosen, problem = attempt(lambda: self._choose(step))
+        chosen, problem = attempt(lambda: self._choose(step) if mesh.rank == 0 else None)
         step = agree(mesh, chosen, problem)[0]
         assert step is not None
 
