@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import random
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from rowmesh.runtime.boxes import shard_rows, table_tensors
 from rowmesh.runtime.embeddings import sharded_engines
 from rowmesh.runtime.export import full_sparse_state
 from rowmesh.train.checkpoint.planning import BoxSavePlanner
+from rowmesh.train.checkpoint.saving import Save
 from rowmesh.train.checkpoint.storage import BoxReader
 from tests.cases import DENSE, RULES, Case, Collection, Model, Table, cases, tables
 from tests.ranks import run_on_ranks
@@ -462,7 +464,7 @@ def test_groups_and_rates_of_the_dense_optimiser_come_back(dense: str, tmp_path:
 
 
 def save_twice(mesh: Mesh, first: str, second: str) -> Any:
-    """The same moment saved in both ways; training goes on while the second is written."""
+    """The same moment saved in both ways; training goes on before the second is written."""
     case = make_case()
     model, optimizer = start(mesh, case)
     batches = case.batches_of(mesh.rank)
@@ -474,11 +476,15 @@ def save_twice(mesh: Mesh, first: str, second: str) -> Any:
     np.random.set_state(state[1])
     torch.set_rng_state(state[2])
     checkpoints = rm.Checkpoints(second)
-    checkpoints.save(2, **parts, asynchronous=True)
-    train(mesh, model, optimizer, batches[2:])
+    may_write, write = threading.Event(), Save.write
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Save, "write", lambda save: write(save) if may_write.wait(20) else None)
+        checkpoints.save(2, **parts, asynchronous=True)
+        train(mesh, model, optimizer, batches[2:])
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(5.0)
+    may_write.set()
     before = checkpoints.latest()
     mesh.total(1)  # no rank completes it before all have looked
     checkpoints.wait()
