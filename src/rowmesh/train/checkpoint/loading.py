@@ -1,0 +1,135 @@
+"""One load: what is checked before anything changes, what each rank reads, what is set after."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rowmesh.comm.mesh import Mesh
+from rowmesh.errors import InputError
+from rowmesh.runtime.boxes import table_tensors
+from rowmesh.runtime.optimizer import Optimizer
+from rowmesh.train.checkpoint.document import DTYPES, read_document
+from rowmesh.train.checkpoint.fit import check_fit
+from rowmesh.train.checkpoint.state import (
+    check_drained,
+    dense_tensors,
+    restore_optimizer,
+    restore_random_state,
+)
+
+__all__ = ["Load", "check_all", "prepare"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """A checkpoint that fits and is sound, about to be read by this rank.
+
+    Args:
+        document: From metadata.json.
+        run: Reads everything into its place.
+        states: Memory for the dense optimiser's state.
+        random: Memory for the random generators' states.
+    """
+
+    optimizer: Optimizer | None
+    mesh: Mesh
+    document: dict[str, Any] = field(repr=False)
+    run: Callable[[], None]
+    states: dict[str, Tensor] = field(repr=False)
+    random: Tensor = field(repr=False)
+
+    def read(self) -> None:
+        """Read tables and dense parameters into their place, the rest into memory of its own."""
+        with torch.no_grad(), _from_disk():
+            self.run()
+
+    def restore(self) -> None:
+        """Set what `read` has read into memory of its own."""
+        if self.optimizer is not None:
+            restore_optimizer(self.optimizer, self.document["dense_optimizer"], self.states)
+            self.optimizer.param_groups[-1].update(self.document["sparse_group"])
+        derive = self.mesh.world != self.document["world"]
+        restore_random_state(self.random, rank=self.mesh.rank, derive=derive)
+
+
+def prepare(folder: Path, model: nn.Module, optimizer: Optimizer | None, mesh: Mesh) -> Load:
+    """Check that a checkpoint fits, and what this rank will read of it; change nothing.
+
+    Raises:
+        StepError: Between backward and step.
+        InputError: If it does not fit or is damaged.
+    """
+    check_drained(model, optimizer)
+    with _from_disk():
+        document = read_document(folder)
+    described = document["tensors"]
+    tables = table_tensors(model)
+    if optimizer is None:
+        tables = {key: value for key, value in tables.items() if key.endswith(".weight")}
+    dense = dense_tensors(model)
+    check_fit(document, tables | dense, model=model, optimizer=optimizer)
+    states = {k: _empty(v) for k, v in described.items() if k.startswith("dense_state.")}
+    states = {} if optimizer is None else states
+    generators = f"random.{mesh.rank if mesh.world == document['world'] else 0}"
+    if generators not in described:
+        raise InputError(f"{generators!r} is not in the checkpoint {folder}")
+    random = _empty(described[generators])
+    wanted: dict[str, Any] = tables | dense | states | {generators: random}
+    return Load(
+        optimizer=optimizer,
+        mesh=mesh,
+        document=document,
+        run=_checked(folder, wanted, is_first=mesh.rank == 0),
+        states=states,
+        random=random,
+    )
+
+
+def _checked(folder: Path, wanted: dict[str, Any], *, is_first: bool) -> Callable[[], None]:
+    """Compare all that will be read with its checksums; returns what reads it.
+
+    This is DCP's sequence of calls for one rank, which needs no process group.
+    """
+    from rowmesh.train.checkpoint.planning import BoxLoadPlanner
+    from rowmesh.train.checkpoint.storage import BoxReader
+
+    reader, planner = BoxReader(folder), BoxLoadPlanner()
+    with _from_disk():
+        metadata = reader.read_metadata()
+        reader.set_up_storage_reader(metadata, is_coordinator=is_first)
+        planner.set_up_planner(wanted, metadata, is_coordinator=is_first)
+        plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+        reader.check(plan)
+    return lambda: reader.read_data(plan, planner).wait()
+
+
+@contextlib.contextmanager
+def _from_disk() -> Iterator[None]:
+    """Trouble with the disk becomes a sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"cannot read the checkpoint: {error}") from None
+
+
+def _empty(entry: dict[str, Any]) -> Tensor:
+    return torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
+
+
+def check_all(folder: Path) -> None:
+    """Compare every byte of a checkpoint with its checksum.
+
+    Raises:
+        InputError: If one differs, or is missing.
+    """
+    from rowmesh.train.checkpoint.storage import BoxReader
+
+    reader = BoxReader(folder)
+    with _from_disk():
+        reader.set_up_storage_reader(reader.read_metadata(), is_coordinator=True)
+        reader.check()
