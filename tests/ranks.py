@@ -29,6 +29,7 @@ from rowmesh.topology import Topology
 WORLD = 4
 _CALLS = itertools.count()
 DEADLOCK = timedelta(seconds=10)  # a wait that lasts longer never ends
+START_UP = timedelta(seconds=60)  # four processes that import torch on a busy machine
 
 
 class RankError(AssertionError):
@@ -67,7 +68,7 @@ class _Pool:
         results, errors = [], []
         for rank, pipe in enumerate(pipes):
             try:
-                if pipe.poll(4 * DEADLOCK.total_seconds()):
+                if pipe.poll((START_UP + 4 * DEADLOCK).total_seconds()):
                     result, error = pickle.loads(pipe.recv_bytes())
                 else:
                     result, error = None, "no answer"
@@ -102,7 +103,7 @@ def _pool() -> _Pool:
 def _serve(rank: int, store_file: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(store_file, WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=DEADLOCK)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=START_UP)
     everyone = {n: make_lanes(list(range(n)), timeout=DEADLOCK) for n in (2, WORLD)}
     while True:
         try:

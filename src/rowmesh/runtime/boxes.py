@@ -59,12 +59,16 @@ class Part:
         found: NDArray[np.bool_] = self.homes.owners(rows) == self.owner
         return found
 
-    def put(self, rows: NDArray[np.int64], values: Tensor) -> None:
-        """Set those of ``rows`` that lie here; ``values[i]`` belongs to ``rows[i]``."""
+    def put(self, rows: NDArray[np.int64], values: Tensor, *, column: int = 0) -> None:
+        """Set those of ``rows`` that lie here; ``values[i]`` belongs to ``rows[i]``, its first
+        element to column c0 + ``column``."""
         here = np.flatnonzero(self.holds(rows))
         slots = torch.from_numpy(self.homes.slots(rows[here])).to(self.tensor.device)
         chosen = values.index_select(0, torch.from_numpy(here).to(values.device))
-        self.tensor.index_copy_(0, slots, chosen.to(self.tensor.device))
+        target = self.tensor
+        if target.dim() > 1:
+            target = target.narrow(1, column, values.shape[1])
+        target.index_copy_(0, slots, chosen.to(target.device))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,12 +125,16 @@ def table_tensors(model: nn.Module) -> dict[str, TableTensor]:
                 named = {"weight": weight} | {f"state.{name}": t for name, t in state.items()}
                 config = engine.tables[region.table]
                 for name, tensor in named.items():
-                    found[f"tables.{config.name}.{name}"] = TableTensor(
+                    key = f"tables.{config.name}.{name}"
+                    parts = _parts(stack, region.table, tensor, engine.mesh.rank)
+                    if key in found:  # column pieces of another width lie in another stack
+                        parts = (*found[key].parts, *parts)
+                    found[key] = TableTensor(
                         num_rows=config.num_embeddings,
                         num_shards=region.homes.num_shards,
                         dim=config.embedding_dim if tensor.dim() > 1 else None,
                         dtype=tensor.dtype,
-                        parts=_parts(stack, region.table, tensor, engine.mesh.rank),
+                        parts=parts,
                     )
     return found
 

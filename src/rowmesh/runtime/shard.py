@@ -87,6 +87,7 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
     if mesh.world > 1:
         broadcast_dense([*dense, *model.buffers()], mesh)
     model._rowmesh_dense = DenseBuckets(trainable, mesh, plan.span)  # type: ignore[assignment]
+    model._rowmesh_plan = plan  # type: ignore[assignment]
     return model
 
 

@@ -75,7 +75,9 @@ class ColumnSquares:
         found: dict[int, list[Tensor]] = {}
         for share, squares in zip(shares, mine, strict=True):
             blocks = [
-                squares if r is share.mine else next(pieces[r.rank]).view(len(squares), -1)
+                squares
+                if r is share.mine
+                else next(pieces[r.rank]).view(len(squares), share.blocks(r))
                 for r in share.row
             ]
             dim = share.row[-1].columns[1]

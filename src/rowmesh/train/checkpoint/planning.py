@@ -169,7 +169,7 @@ class BoxLoadPlanner(DefaultLoadPlanner):
         if isinstance(value, TableTensor) and self._view(value, read_item) is None:
             rows = self._rows(read_item)
             for part in _takers(value, read_item):
-                part.put(rows, tensor.squeeze(1))
+                part.put(rows, tensor.squeeze(1), column=sum(read_item.dest_offsets[2:]))
 
     def _view(self, table: TableTensor, item: ReadItem) -> Tensor | None:
         """The only part's view of the wanted box, if there is one."""
