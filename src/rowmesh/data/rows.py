@@ -116,10 +116,10 @@ def _with_lists(
     lengths: npt.NDArray[np.int32],
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
     """Key-major values and lengths of all features, from those of the single ones."""
-    ends = np.cumsum(lengths.sum(axis=1))[:-1]
-    found = dict(
-        zip(layout.singles, zip(np.split(values, ends), lengths, strict=True), strict=True)
-    )
+    ends = np.concatenate(([0], np.cumsum(lengths.sum(axis=1))))
+    found = {
+        name: (values[ends[f] : ends[f + 1]], lengths[f]) for f, name in enumerate(layout.singles)
+    }
     for f, name in enumerate(layout.lists):
         ids = [p.values[f][p.offsets[f][0] : p.offsets[f][-1]] for p in pieces]
         bags = np.concatenate([np.diff(p.offsets[f]) for p in pieces]).astype(np.int32)
