@@ -80,7 +80,7 @@ class Deal:
         """N."""
         return sum(self.sizes)
 
-    @property
+    @functools.cached_property
     def num_steps(self) -> int:
         """Steps of an epoch."""
         return -(-self.num_rows // (self.streams * self.rows_per_step))
