@@ -23,6 +23,7 @@ from rowmesh.placement import (
     TablePlan,
     Tier,
 )
+from rowmesh.placement.columns import num_blocks
 from rowmesh.placement.dense import bucket_elements
 from rowmesh.runtime.embeddings import sharded_engines
 from rowmesh.runtime.export import full_sparse_state
@@ -48,6 +49,8 @@ class Table:
     rows: int
     dim: int
     ranks: tuple[int, ...]
+    columns: int = 1
+    by_host: bool = False
     features: int = 1
     mean: bool = False
     dtype: str = "fp32"
@@ -55,6 +58,14 @@ class Table:
     dedup: bool = True
     shards: int = 16
     trainable: bool = True
+
+    @property
+    def split(self) -> Split:
+        if len(self.ranks) <= 1:
+            return Split()
+        over = "host" if self.by_host else "all"
+        rows = "none" if len(self.ranks) == self.columns else over
+        return Split(kind="boxes", columns=self.columns, rows=rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +82,7 @@ class Case:
     collections: tuple[Collection, ...]
     ids: Any = field(repr=False)
     hosts: int = 1
+    tree: str = "flat"
     rule: str = "rowwise"
     dense: str = "adagrad"
     accumulate: int = 1
@@ -87,7 +99,6 @@ class Case:
             for config, table in zip(configs(self, c), collection.tables, strict=True):
                 everywhere = not table.ranks
                 ranks = tuple(range(self.world)) if everywhere else table.ranks
-                split = Split(kind="boxes", rows="all") if len(table.ranks) > 1 else Split()
                 tables.append(
                     TablePlan(
                         name=config.name,
@@ -102,7 +113,7 @@ class Case:
                             Tier(
                                 ranks=ranks,
                                 copies=Copies.WORLD if everywhere else Copies.GROUP,
-                                split=split,
+                                split=table.split,
                             ),
                         ),
                         exchange=Exchange(table.exchange),
@@ -113,7 +124,9 @@ class Case:
                 )
         sizes = [p.numel() for p in dense_parameters(Model(self)) if p.requires_grad]
         mesh = MeshShape(hosts=self.hosts, local=self.world // self.hosts, group=self.world)
-        return Plan(mesh=mesh, tables=tuple(tables), dense=bucket_elements(sizes)).validate()
+        return Plan(
+            mesh=mesh, tables=tuple(tables), dense=bucket_elements(sizes), tree=self.tree
+        ).validate()
 
     def batch(self, step: int, rank: int) -> dict[str, Any]:
         bags = self.ids[step][rank]
@@ -246,7 +259,9 @@ def train_case(mesh: Mesh, case: Case) -> Run:
 
 def oracle_case(case: Case) -> Run:
     """The same in one process, as ``world`` virtual ranks."""
-    oracle = rm.Oracle(Model(case), dense=DENSE[case.dense], sparse=RULES[case.rule])
+    oracle = rm.Oracle(
+        Model(case), dense=DENSE[case.dense], sparse=RULES[case.rule], span=case.plan().span
+    )
     losses: list[Any] = []
     for start in range(0, len(case.ids), case.accumulate):
         steps = range(start, min(start + case.accumulate, len(case.ids)))
@@ -256,16 +271,45 @@ def oracle_case(case: Case) -> Run:
 
 
 @st.composite
-def tables(draw: st.DrawFn, world: int, kind: str, exact: bool) -> Table:
-    rows = draw(st.integers(1, 40))
-    place = draw(st.sampled_from(["copies", "whole", "rows"])) if world > 1 else "whole"
-    owners = draw(st.permutations(range(world)))
-    num_owners = {"copies": 0, "whole": 1, "rows": draw(st.integers(min(2, world), world))}[place]
-    pooled_ok = kind != "sequence" and not (exact and place == "rows")
-    return Table(
-        rows=rows,
-        dim=draw(st.sampled_from([1, 3, 4, 8])),
-        ranks=tuple(owners[:num_owners]),
+def places(
+    draw: st.DrawFn, world: int, hosts: int, dim: int, place: str | None = None
+) -> dict[str, Any]:
+    """``ranks``, ``columns`` and ``by_host`` of a table: ``place``, or any split that fits."""
+    order, local = draw(st.permutations(range(world))), world // hosts
+    most = num_blocks(dim)
+    kinds = ["copies", "whole", "rows"] if world > 1 else ["whole"]
+    kinds += ["columns", "boxes"] if world > 1 and most > 1 else []
+    kinds += ["host", "grid"] if local > 1 else []
+    kind = draw(st.sampled_from(kinds)) if place is None else place
+    if kind in ("copies", "whole"):
+        return {"ranks": tuple(order[: 1 if kind == "whole" else 0])}
+    if kind == "rows":
+        return {"ranks": tuple(order[: draw(st.integers(2, world))])}
+    if kind == "columns":
+        columns = draw(st.integers(2, min(world, most)))
+        return {"ranks": tuple(order[:columns]), "columns": columns}
+    if kind == "boxes":
+        columns = draw(st.integers(2, min(world, most)))
+        owners = draw(st.integers(1, world // columns))
+        return {"ranks": tuple(order[: columns * owners]), "columns": columns}
+    columns = draw(st.integers(min(2, hosts), hosts)) if kind == "grid" and most >= hosts else 1
+    owners = draw(st.integers(2, local))
+    chosen = draw(st.permutations(range(hosts)))[:columns]
+    beside = [draw(st.permutations(range(h * local, (h + 1) * local)))[:owners] for h in chosen]
+    return {"ranks": tuple(r for b in beside for r in b), "columns": columns, "by_host": True}
+
+
+@st.composite
+def tables(
+    draw: st.DrawFn, world: int, hosts: int, kind: str, exact: bool, place: str | None = None
+) -> Table:
+    dim = draw(st.sampled_from([1, 3, 4, 8, 16] if place is None else [3, 4, 8, 16]))
+    placed = Table(rows=1, dim=dim, **draw(places(world, hosts, dim, place)))
+    inexact = placed.split.rows == "all" and len(placed.ranks) > placed.columns
+    pooled_ok = kind != "sequence" and not (exact and inexact)
+    return replace(
+        placed,
+        rows=draw(st.integers(1, 40)),
         features=draw(st.integers(1, 2)),
         mean=kind == "bags" and draw(st.booleans()),
         dtype=draw(st.sampled_from(["fp32", "fp32", "fp32", "fp16", "bf16"])) if exact else "fp32",
@@ -277,23 +321,42 @@ def tables(draw: st.DrawFn, world: int, kind: str, exact: bool) -> Table:
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, world: int, exact: bool = True) -> Case:
+def cases(
+    draw: st.DrawFn, *, world: int, exact: bool = True, hosts: int = 0, place: str | None = None
+) -> Case:
+    """Any case; or on so many hosts, its first table split as ``place`` says."""
     kinds = draw(
         st.lists(st.sampled_from(["bags", "weighted", "sequence"]), min_size=1, max_size=2)
     )
+    hosts = hosts or draw(st.sampled_from([h for h in (1, 2, 4) if world % h == 0]))
     collections = tuple(
         Collection(
             kind=kind,
             tables=tuple(
-                draw(st.lists(tables(world, kind, exact), min_size=1, max_size=4 - len(kinds)))
+                draw(
+                    st.lists(tables(world, hosts, kind, exact), min_size=1, max_size=4 - len(kinds))
+                )
             ),
         )
         for kind in kinds
     )
     if not exact and world > 1:
         first = collections[0].tables[0]
-        split = replace(first, ranks=tuple(range(world)), exchange="pooled", dtype="fp32")
+        split = replace(
+            first,
+            ranks=tuple(range(world)),
+            columns=1,
+            by_host=False,
+            exchange="pooled",
+            dtype="fp32",
+        )
         collections = (Collection(kind="bags", tables=(split, *collections[0].tables[1:])),)
+    if place is not None:
+        first = draw(tables(world, hosts, kinds[0], exact, place))
+        collections = (
+            replace(collections[0], tables=(first, *collections[0].tables[1:])),
+            *collections[1:],
+        )
     sizes = [t.rows for c in collections for t in c.tables for _ in range(t.features)]
     accumulate = draw(st.sampled_from([1, 1, 2]))
     steps = []
@@ -305,7 +368,8 @@ def cases(draw: st.DrawFn, *, world: int, exact: bool = True) -> Case:
         steps.append(ranks)
     return Case(
         world=world,
-        hosts=draw(st.sampled_from([h for h in (1, 2, 4) if world % h == 0])),
+        hosts=hosts,
+        tree=draw(st.sampled_from(["flat", "host-first"])),
         collections=collections,
         ids=steps,
         rule=draw(st.sampled_from(sorted(RULES))),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import rowmesh as rm
 from rowmesh.placement.rules import EDGES
 from rowmesh.runtime.verify import E1_TOLERANCE
-from tests.cases import Case, Run, cases, oracle_case, train_case
+from tests.cases import RULES, Case, Run, cases, oracle_case, train_case
 from tests.ranks import run_on_ranks
 
 FAILING = Path("failing-plans")
@@ -67,7 +67,11 @@ def check(case: Case, *, tolerance: float) -> None:
         for step, ids in enumerate(case.ids):
             features = [case.batch(step, rank)["features"] for rank in range(len(ids))]
             paths = {t.collection for t in case.plan().tables}
-            predicted = rm.predict(case.plan(), [dict.fromkeys(paths, f) for f in features])
+            predicted = rm.predict(
+                case.plan(),
+                [dict.fromkeys(paths, f) for f in features],
+                adds_squares=RULES[case.rule].adds_squares,
+            )
             assert predicted == [run.ledgers[step] for run in runs]
             assert all(edge in EDGES for ledger in predicted for edge in ledger)
 
@@ -79,6 +83,15 @@ def test_exact_plans_equal_the_oracle_bitwise(world: int, data: st.DataObject) -
     case = data.draw(cases(world=world))
     assert case.plan().exactness == "E0"
     check(case, tolerance=0.0)
+
+
+@pytest.mark.parametrize("place", ["columns", "boxes", "host", "grid"])
+@settings(SUITE, max_examples=20)
+@given(data=st.data())
+def test_every_split_on_two_hosts_equals_the_oracle_bitwise(
+    place: str, data: st.DataObject
+) -> None:
+    check(data.draw(cases(world=4, hosts=2, place=place)), tolerance=0.0)
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -11,26 +11,39 @@ import torch
 
 from rowmesh.comm.mesh import Mesh
 from rowmesh.nn import kernels
-from rowmesh.runtime import embeddings, gradients, optimizer, shard
+from rowmesh.runtime import embeddings, gradients, optimizer, relay, shard, squares
 from tests.cases import Case, Collection, Run, Table, train_case
 from tests.ranks import RankError, run_on_ranks
 from tests.test_central_property import differences
 
 
 def make_case(world: int) -> Case:
-    """Copies, a whole table pooled by its owner, a row-wise table whose ranks are not sorted."""
+    """Copies, a whole table pooled by its owner, a row-wise table whose ranks are not sorted; on
+    four ranks of two hosts also columns on two hosts, and a grid whose sums are relayed."""
     tables = (
         Table(rows=8, dim=4, ranks=()),
         Table(rows=8, dim=4, ranks=(1,), exchange="pooled"),
         Table(rows=16, dim=4, ranks=tuple(reversed(range(world)))),
     )
+    if world == 4:
+        tables += (
+            Table(rows=8, dim=8, ranks=(3, 0), columns=2),
+            Table(rows=8, dim=8, ranks=(2, 3, 1, 0), columns=2, by_host=True, exchange="pooled"),
+        )
     bags = [[0, 3, 3], [5, 1], [7, 3, 3, 2]]
 
     def ids(table: Table, rank: int, step: int) -> list[list[int]]:
         return [[(5 * i + 3 * rank + step) % table.rows for i in bag] for bag in bags]
 
     steps = [[[ids(t, rank, step) for t in tables] for rank in range(world)] for step in range(3)]
-    return Case(world=world, collections=(Collection(tables=tables),), ids=steps, rule="rowwise")
+    return Case(
+        world=world,
+        hosts=world // 2,
+        tree="host-first",
+        collections=(Collection(tables=tables),),
+        ids=steps,
+        rule="rowwise",
+    )
 
 
 Patch = contextlib.AbstractContextManager[Any]
@@ -148,6 +161,69 @@ def sample_order_lost_within_a_part(mesh: Mesh) -> Patch:
     return _reroute(change)
 
 
+def squares_of_own_columns_only(mesh: Mesh) -> Patch:
+    return mock.patch.object(squares.ColumnSquares, "add", return_value={})
+
+
+def column_blocks_added_in_another_order(mesh: Mesh) -> Patch:
+    original = squares.mean_of_blocks
+
+    def mean_of_blocks(blocks: Any, *, dim: int) -> Any:
+        return original(blocks.flip(1), dim=dim)
+
+    return mock.patch.object(squares, "mean_of_blocks", mean_of_blocks)
+
+
+def columns_joined_in_another_order(mesh: Mesh) -> Patch:
+    original = embeddings.join_columns
+
+    def join_columns(layouts: Any, vectors: Any, *args: Any, **kwargs: Any) -> Any:
+        vectors = [
+            v.view(-1, 2, v.shape[1]).flip(1).reshape(v.shape) if s.dim < s.table_dim else v
+            for s, v in zip(layouts, vectors, strict=True)
+        ]
+        return original(layouts, vectors, *args, **kwargs)
+
+    return mock.patch.object(embeddings, "join_columns", join_columns)
+
+
+def relay_mixes_up_its_askers(mesh: Mesh) -> Patch:
+    original = relay.Relay.__init__
+
+    def init(self: Any, *args: Any) -> None:
+        original(self, *args)
+        self.askers = self.askers[::-1]
+
+    return mock.patch.object(relay.Relay, "__init__", init if mesh.rank == 0 else original)
+
+
+def relay_forgets_sample_order(mesh: Mesh) -> Patch:
+    original = kernels.coalesce
+
+    def coalesce(rows: Any, values: Any, *, index: Any, weights: Any) -> Any:
+        return original(rows.flip(0), values, index=index.flip(0), weights=weights)
+
+    return mock.patch.object(relay, "coalesce", coalesce)
+
+
+def ranks_added_flat_not_host_first(mesh: Mesh) -> Patch:
+    original = embeddings.ShardedEngine.__init__
+
+    def init(self: Any, **kwargs: Any) -> None:
+        original(self, **kwargs | {"span": mesh.world})
+
+    return mock.patch.object(embeddings.ShardedEngine, "__init__", init)
+
+
+def dense_gradients_added_flat_not_host_first(mesh: Mesh) -> Patch:
+    original = shard.DenseBuckets
+
+    def flat(parameters: Any, mesh: Mesh, span: int) -> Any:
+        return original(parameters, mesh, mesh.world)
+
+    return mock.patch.object(shard, "DenseBuckets", flat)
+
+
 MUTATIONS = [
     swapped_rows_in_a_request,
     gradient_of_a_duplicate_dropped,
@@ -159,6 +235,13 @@ MUTATIONS = [
     loss_divided_by_ranks,
     parts_added_in_reverse_rank_order,
     sample_order_lost_within_a_part,
+    squares_of_own_columns_only,
+    column_blocks_added_in_another_order,
+    columns_joined_in_another_order,
+    relay_mixes_up_its_askers,
+    relay_forgets_sample_order,
+    ranks_added_flat_not_host_first,
+    dense_gradients_added_flat_not_host_first,
 ]
 
 
@@ -169,7 +252,7 @@ def train_mutated(mesh: Mesh, name: str, world: int) -> Run:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_without_a_mutation_nothing_differs(world: int) -> None:
-    runs = run_on_ranks(world, train_mutated, "unchanged", world)
+    runs = run_on_ranks(world, train_mutated, "unchanged", world, hosts=world // 2)
     assert differences(make_case(world), runs, tolerance=0.0) == []
 
 
@@ -180,7 +263,7 @@ SHOWN_BY_AN_ERROR = {owners_in_sorted_order_on_one_rank, exchanged_tags_on_one_r
 def test_every_mutation_is_caught(mutation: Callable[[Mesh], Patch]) -> None:
     if mutation in SHOWN_BY_AN_ERROR:  # messages no longer fit: a header or a time-out says so
         with pytest.raises(RankError, match="PeerError"):
-            run_on_ranks(4, train_mutated, mutation.__name__, 4)
+            run_on_ranks(4, train_mutated, mutation.__name__, 4, hosts=2)
         return
-    runs = run_on_ranks(4, train_mutated, mutation.__name__, 4)
+    runs = run_on_ranks(4, train_mutated, mutation.__name__, 4, hosts=2)
     assert differences(make_case(4), runs, tolerance=0.0)

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from rowmesh.errors import InputError
 from rowmesh.optim import SGD, Adagrad, Adam, RowwiseAdagrad, UpdateRule
+from rowmesh.optim.squares import block_squares, mean_of_blocks, mean_squares
+from rowmesh.placement.columns import column_bounds, num_blocks
 
 LAW = settings(derandomize=True, deadline=None, max_examples=50)
 CPU = torch.device("cpu")
@@ -340,3 +342,29 @@ def test_adam_counts_steps_per_row_for_ever() -> None:
 def test_bad_settings_are_named(make: Callable[[], UpdateRule], message: str) -> None:
     with pytest.raises(InputError, match=message):
         make()
+
+
+@pytest.mark.parametrize("dim", [1, 3, 7, 8, 12, 13, 16, 64, 100, 128])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 33])
+def test_squares_of_column_pieces_have_the_bits_of_whole_rows(dim: int, num_rows: int) -> None:
+    grad = torch.randn(num_rows, dim, generator=torch.Generator().manual_seed(dim))
+    whole = mean_squares(grad)
+    assert torch.allclose(whole, grad.square().mean(1), rtol=1e-6)
+    for pieces in range(1, num_blocks(dim) + 1):
+        parts = [grad[:, a:b].contiguous() for a, b in column_bounds(dim, pieces)]
+        blocks = torch.cat([block_squares(p, dim=dim) for p in parts], dim=1)
+        assert torch.equal(mean_of_blocks(blocks, dim=dim), whole)
+    for row in range(num_rows):  # a row's bits do not depend on the rows beside it
+        assert torch.equal(mean_squares(grad[row : row + 1]), whole[row : row + 1])
+
+
+def test_a_rule_with_given_squares_steps_as_with_its_own() -> None:
+    rule, grad = RowwiseAdagrad(lr=0.1), torch.randn(3, 8)
+    weights = [torch.zeros(5, 4), torch.zeros(5, 8)]
+    states = [rule.new_state(5, w.shape[1], device=w.device) for w in weights]
+    rows = torch.tensor([0, 2, 4])
+    squares = mean_squares(grad)
+    rule.update(weights[0], states[0], rows, grad[:, :4], 0.1, squares=squares)
+    rule.update(weights[1], states[1], rows, grad, 0.1)
+    assert torch.equal(weights[0], weights[1][:, :4])
+    assert torch.equal(states[0]["v"], states[1]["v"])

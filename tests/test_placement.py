@@ -31,6 +31,7 @@ from rowmesh.placement import (
     plan_to_json,
     save_plan,
 )
+from rowmesh.placement.columns import column_bounds, num_blocks
 from rowmesh.placement.dense import bucket_elements, bucket_parameters
 from rowmesh.placement.text import bytes_per_rank, render
 from rowmesh.tables import PoolingType
@@ -629,3 +630,21 @@ def test_the_fingerprint_knows_the_shape_and_not_the_memory() -> None:
 def test_a_topology_has_ranks(hosts: int, local: int) -> None:
     with pytest.raises(InputError, match=f"got hosts={hosts}, local={local}"):
         Topology(hosts=hosts, local=local)
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.integers(1, 300), st.integers(1, 8))
+def test_column_pieces_are_whole_blocks_in_order(dim: int, pieces: int) -> None:
+    blocks = num_blocks(dim)
+    assert dim % blocks == 0
+    assert blocks <= 8
+    assert not any(dim % more == 0 for more in range(blocks + 1, 9))
+    if pieces > blocks:
+        return
+    bounds = column_bounds(dim, pieces)
+    assert bounds[0][0] == 0
+    assert bounds[-1][1] == dim
+    assert [a for a, _ in bounds[1:]] == [b for _, b in bounds[:-1]]
+    widths = [b - a for a, b in bounds]
+    assert all(w % (dim // blocks) == 0 for w in widths)
+    assert max(widths) - min(widths) <= dim // blocks

@@ -460,7 +460,6 @@ def plan_errors(mesh: Mesh) -> list[str]:
         replace(plan, tables=(replace(plan.tables[0], num_embeddings=13), *plan.tables[1:])),
         replace(plan, dense=(5,)),
         replace(plan, tables=(replace(table, tiers=(hot, rest)), plan.tables[0], plan.tables[2])),
-        replace(plan, tree="host-first"),
         replace(plan, mesh=replace(plan.mesh, group=1)),
     ]
     found = []
@@ -481,7 +480,6 @@ def test_plans_for_another_model_or_mesh_and_those_not_run_yet_say_so() -> None:
         "PlanError: table 'c0_t0': its rows is 12 in the model, 13 in the plan",
         "PlanError: the plan's dense buckets hold 5 elements",
         "NotExecutable: the plan is valid, but this version does not run hot sets",
-        "NotExecutable: the plan is valid, but this version does not run the 'host-first' sum tree",
         "NotExecutable: the plan is valid, but this version does not run shard groups of 1 of 2",
     ]
     assert len(found) == len(sentences)

@@ -6,6 +6,7 @@ without the runtime's routes: that the two agree to the byte is a test of both.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,8 @@ from numpy.typing import NDArray
 from rowmesh.errors import InputError
 from rowmesh.features import KeyedJaggedTensor
 from rowmesh.placement import Copies, Exchange, Plan, TablePlan
+from rowmesh.placement.columns import num_blocks
+from rowmesh.topology import Topology
 
 __all__ = ["predict"]
 
@@ -20,12 +23,16 @@ Batches = Sequence[KeyedJaggedTensor | Mapping[str, KeyedJaggedTensor]]
 _Traffic = Counter[tuple[str, int, int]]  # (edge, source, target) -> bytes
 
 
-def predict(plan: Plan, batches: Batches) -> list[dict[str, dict[str, int]]]:
+def predict(
+    plan: Plan, batches: Batches, *, adds_squares: bool = True
+) -> list[dict[str, dict[str, int]]]:
     """Bytes every rank sends in one training step: ``[rank][edge][link]``.
 
     Args:
         plan: A validated plan.
         batches: Per rank, the features of the model's collection, or of each by its path.
+        adds_squares: Whether the update rule does, as row-wise AdaGrad; else columns that are
+            split tell each other nothing.
 
     Returns:
         The same numbers as each rank's ledger shows after the step, edges of zero left out.
@@ -38,8 +45,11 @@ def predict(plan: Plan, batches: Batches) -> list[dict[str, dict[str, int]]]:
         tables = [t for t in plan.tables if t.collection == path]
         mine = [b if isinstance(b, KeyedJaggedTensor) else b[path] for b in batches]
         _collection(traffic, plan, tables, mine)
+        for table in tables if adds_squares else ():
+            if table.trainable and table.rest.split.columns > 1:
+                _column_squares(traffic, table, mine)
     for elements in plan.dense if world > 1 else ():
-        _dense(traffic, elements, world)
+        _dense(traffic, elements, world, plan.span)
     return _by_rank(plan, traffic)
 
 
@@ -54,11 +64,38 @@ def _by_rank(plan: Plan, traffic: _Traffic) -> list[dict[str, dict[str, int]]]:
     return found
 
 
-def _stack(table: TablePlan) -> tuple[int, str, bool, bool]:
-    """Tables with the same value here share their messages."""
-    pooled = table.exchange is Exchange.POOLED and table.rest.copies is not Copies.WORLD
-    widened = table.data_type != "fp32" and pooled
-    return table.embedding_dim, table.data_type, table.trainable, widened
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Columns of a table and the ranks that hold them; equal in `stack`, they travel together."""
+
+    table: TablePlan
+    width: int
+    ranks: tuple[int, ...]
+
+    @property
+    def stack(self) -> tuple[object, ...]:
+        table = self.table
+        pooled = table.exchange is Exchange.POOLED and not _is_copied(table)
+        widened = table.data_type != "fp32" and pooled
+        form = (table.data_type, table.trainable, widened, table.is_relayed)
+        return self.width, table.embedding_dim, *form
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * self.table.row_bytes // self.table.embedding_dim
+
+
+def _is_copied(table: TablePlan) -> bool:
+    return table.rest.copies is Copies.WORLD
+
+
+def _pieces(table: TablePlan) -> list[_Piece]:
+    columns, ranks = table.columns(), table.rest.ranks
+    n = len(ranks) // len(columns)
+    return [
+        _Piece(table, last - first, ranks[c * n : (c + 1) * n])
+        for c, (first, last) in enumerate(columns)
+    ]
 
 
 def _collection(
@@ -67,35 +104,44 @@ def _collection(
     tables: Sequence[TablePlan],
     batches: Sequence[KeyedJaggedTensor],
 ) -> None:
-    world, ranks = len(batches), range(len(batches))
-    stacks = {_stack(t) for t in tables}
-    wide = any(_most_slots(tables, s, world) >= 1 << 31 for s in stacks)
+    ranks, topology = range(len(batches)), plan.mesh.topology
+    pieces = [piece for table in tables for piece in _pieces(table)]
+    stacks = {piece.stack: [p for p in pieces if p.stack == piece.stack] for piece in pieces}
+    wide = any(_most_slots(members, topology) >= 1 << 31 for members in stacks.values())
     id_bytes = 8 if wide else 4
+    _to_all(traffic, "status", ranks, 8)
+    _to_all(traffic, "counts", ranks, 8 * (1 + 4 * len(stacks)))
+    for piece in pieces:
+        for rank in () if _is_copied(piece.table) else ranks:
+            go = _relayed_piece if piece.table.is_relayed else _home_piece
+            go(traffic, piece, batches[rank], rank, id_bytes, topology)
+    for members in stacks.values():
+        if members[0].table.is_relayed:
+            for host in {topology.host(rank) for piece in members for rank in piece.ranks}:
+                beside = [r for r in ranks if topology.host(r) == host]
+                _to_all(traffic, "counts", beside, 8 * topology.hosts)
+        copied = [piece.table for piece in members if _is_copied(piece.table)]
+        if copied and copied[0].trainable:
+            _copied_stack(traffic, copied, batches, id_bytes)
+            _to_all(traffic, "counts", ranks, 8)
+
+
+def _to_all(traffic: _Traffic, edge: str, ranks: Sequence[int], num_bytes: int) -> None:
     for source in ranks:
         for target in ranks:
-            traffic["status", source, target] += 8
-            traffic["counts", source, target] += 8 * (1 + 4 * len(stacks))
-    for table in tables:
-        if table.rest.copies is not Copies.WORLD:
-            for rank in ranks:
-                _home_table(traffic, table, batches[rank], rank, id_bytes)
-    copied = {_stack(t) for t in tables if t.rest.copies is Copies.WORLD and t.trainable}
-    for stack in copied:
-        members = [t for t in tables if _stack(t) == stack and t.rest.copies is Copies.WORLD]
-        _copied_stack(traffic, members, batches, id_bytes)
-        for source in ranks:
-            for target in ranks:
-                traffic["counts", source, target] += 8
+            traffic[edge, source, target] += num_bytes
 
 
-def _most_slots(tables: Sequence[TablePlan], stack: tuple[int, str, bool, bool], world: int) -> int:
-    slots = [0] * world
-    for table in tables:
-        if _stack(table) == stack and table.rest.copies is not Copies.WORLD:
-            homes = table.homes()
-            for owner, rank in enumerate(table.rest.ranks):
+def _most_slots(pieces: Sequence[_Piece], topology: Topology) -> int:
+    """Slots that one rank can be asked for: its own, or as a relay those of its host."""
+    slots = [0] * topology.world
+    for piece in pieces:
+        if not _is_copied(piece.table):
+            homes = piece.table.homes()
+            for owner, rank in enumerate(piece.ranks):
                 slots[rank] += homes.num_slots(owner)
-    return max(slots)
+    size = topology.local if pieces[0].table.is_relayed else 1
+    return max(sum(slots[r : r + size]) for r in range(0, len(slots), size))
 
 
 def _ids(table: TablePlan, batch: KeyedJaggedTensor) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -110,17 +156,23 @@ def _ids(table: TablePlan, batch: KeyedJaggedTensor) -> tuple[NDArray[np.int64],
     return np.concatenate(ids), np.concatenate(bags)
 
 
-def _home_table(
-    traffic: _Traffic, table: TablePlan, batch: KeyedJaggedTensor, rank: int, id_bytes: int
+def _home_piece(
+    traffic: _Traffic,
+    piece: _Piece,
+    batch: KeyedJaggedTensor,
+    rank: int,
+    id_bytes: int,
+    topology: Topology,
 ) -> None:
-    """Ids out, vectors back, gradients out, between ``rank`` and the owners of one table."""
+    """Ids out, vectors back, gradients out, between ``rank`` and the owners of one piece."""
+    table = piece.table
     ids, bags = _ids(table, batch)
     pooled = table.exchange is Exchange.POOLED
     if not pooled and table.dedup:
         ids = np.unique(ids)
     owners = table.homes().owners(ids)
-    vector_bytes = 4 * table.embedding_dim if pooled else table.row_bytes
-    for index, owner in enumerate(table.rest.ranks):
+    vector_bytes = 4 * piece.width if pooled else piece.row_bytes
+    for index, owner in enumerate(piece.ranks):
         chosen = owners == index
         num_ids = int(chosen.sum())
         num_vectors = len(np.unique(bags[chosen])) if pooled else num_ids
@@ -129,7 +181,51 @@ def _home_table(
             traffic["sample weights", rank, owner] += num_ids * 4
         traffic[table.exchange.value, owner, rank] += num_vectors * vector_bytes
         if table.trainable:
-            traffic["backward", rank, owner] += num_vectors * 4 * table.embedding_dim
+            traffic["backward", rank, owner] += num_vectors * 4 * piece.width
+
+
+def _relayed_piece(
+    traffic: _Traffic,
+    piece: _Piece,
+    batch: KeyedJaggedTensor,
+    rank: int,
+    id_bytes: int,
+    topology: Topology,
+) -> None:
+    """Bags between ``rank`` and its peer on the owners' host, its distinct rows beyond that."""
+    table, local = piece.table, topology.local
+    ids, bags = _ids(table, batch)
+    relay = piece.ranks[0] - piece.ranks[0] % local + rank % local
+    num_bags = len(np.unique(bags))
+    traffic["ids", rank, relay] += len(ids) * id_bytes
+    if table.weighted:
+        traffic["sample weights", rank, relay] += len(ids) * 4
+    traffic["pooled", relay, rank] += num_bags * 4 * piece.width
+    distinct = np.unique(ids)
+    owners = table.homes().owners(distinct)
+    for index, owner in enumerate(piece.ranks):
+        num_rows = int((owners == index).sum())
+        traffic["ids", relay, owner] += num_rows * id_bytes
+        traffic["rows", owner, relay] += num_rows * piece.row_bytes
+        if table.trainable:
+            traffic["backward", relay, owner] += num_rows * 4 * piece.width
+    if table.trainable:
+        traffic["backward", rank, relay] += num_bags * 4 * piece.width
+
+
+def _column_squares(
+    traffic: _Traffic, table: TablePlan, batches: Sequence[KeyedJaggedTensor]
+) -> None:
+    """One float a column block, of every touched row, to the owners of its other columns."""
+    touched = np.unique(np.concatenate([_ids(table, batch)[0] for batch in batches]))
+    owners, pieces = table.homes().owners(touched), _pieces(table)
+    block = table.embedding_dim // num_blocks(table.embedding_dim)
+    for index in range(table.homes().num_owners):
+        num_rows = int((owners == index).sum())
+        for mine in pieces:
+            for theirs in pieces:
+                edge = ("column squares", mine.ranks[index], theirs.ranks[index])
+                traffic[edge] += num_rows * 4 * (mine.width // block)
 
 
 def _copied_stack(
@@ -162,10 +258,22 @@ def _set_words(count: int, size: int) -> int:
     return 0 if count == size else min(count, -(-size // 32))
 
 
-def _dense(traffic: _Traffic, elements: int, world: int) -> None:
+def _dense(traffic: _Traffic, elements: int, world: int, span: int) -> None:
+    """Groups of ``span`` ranks add up a chunk each; so do, of that chunk, peers of the groups."""
+    for first in range(0, world, span):
+        _ring(traffic, elements, range(first, first + span))
+    for place, size in enumerate(_chunks(elements, span)):
+        _ring(traffic, size, range(place, world, span))
+
+
+def _ring(traffic: _Traffic, elements: int, ranks: Sequence[int]) -> None:
     """A chunk to every rank, which adds it up and sends the sum to all."""
-    size = -(-elements // world)
-    chunks = [max(0, min(size, elements - size * rank)) for rank in range(world)]
-    for source in range(world):
-        for target in range(world):
-            traffic["dense", source, target] += 4 * (chunks[target] + chunks[source])
+    chunks = _chunks(elements, len(ranks))
+    for i, source in enumerate(ranks):
+        for j, target in enumerate(ranks):
+            traffic["dense", source, target] += 4 * (chunks[i] + chunks[j])
+
+
+def _chunks(elements: int, count: int) -> list[int]:
+    size = -(-elements // count)
+    return [max(0, min(size, elements - size * i)) for i in range(count)]

@@ -18,7 +18,9 @@ _MIX_2 = -0x6B2FB644ECCEEE15
 _CHUNK_ELEMENTS = 1 << 18  # keeps the int64 intermediates of a chunk inside the cache
 
 
-def initial_values(config: TableConfig, rows: Tensor, *, seed: int) -> Tensor:
+def initial_values(
+    config: TableConfig, rows: Tensor, *, seed: int, columns: tuple[int, int] | None = None
+) -> Tensor:
     """Values of ``rows`` before the first step: uniform in ``config.init_range()``.
 
     value(r, c) = low + (high - low) * u, where u takes the top 24 bits of
@@ -29,25 +31,34 @@ def initial_values(config: TableConfig, rows: Tensor, *, seed: int) -> Tensor:
         config: The table.
         rows: ``[n]`` int64 row numbers.
         seed: Of the model.
+        columns: First and last + 1; default all.
 
     Returns:
-        ``[n, embedding_dim]`` in fp32 on the device of ``rows``.
+        ``[n, columns]`` in fp32 on the device of ``rows``.
     """
     digest = hashlib.sha256(f"{seed}/{config.name}".encode()).digest()[:8]
     key = int.from_bytes(digest, "little", signed=True)
-    columns = torch.arange(1, config.embedding_dim + 1, device=rows.device)
+    first, last = columns or (0, config.embedding_dim)
+    numbers = torch.arange(first + 1, last + 1, device=rows.device)
     low, high = config.init_range()
-    bits = _mix(_mix(rows * _GOLDEN + key).unsqueeze(1) + columns * _GOLDEN)
+    bits = _mix(_mix(rows * _GOLDEN + key).unsqueeze(1) + numbers * _GOLDEN)
     uniform = ((bits >> 40) & 0xFFFFFF).to(torch.float32).mul_(2.0**-24)
     return uniform.mul_(high - low).add_(low)
 
 
-def fill_initial_values(out: Tensor, config: TableConfig, rows: Tensor, *, seed: int) -> None:
+def fill_initial_values(
+    out: Tensor,
+    config: TableConfig,
+    rows: Tensor,
+    *,
+    seed: int,
+    columns: tuple[int, int] | None = None,
+) -> None:
     """Write the initial values of ``rows`` into ``out``, a chunk at a time."""
     step = max(1, _CHUNK_ELEMENTS // config.embedding_dim)
     for start in range(0, len(rows), step):
         part = rows[start : start + step]
-        out[start : start + step] = initial_values(config, part, seed=seed)
+        out[start : start + step] = initial_values(config, part, seed=seed, columns=columns)
 
 
 def _mix(x: Tensor) -> Tensor:

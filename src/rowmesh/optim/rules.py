@@ -10,12 +10,13 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from rowmesh.errors import InputError
+from rowmesh.optim.squares import mean_squares
 
 __all__ = ["SGD", "Adagrad", "Adam", "RowwiseAdagrad", "UpdateRule"]
 
@@ -32,7 +33,20 @@ class UpdateRule(Protocol):
     def new_state(self, num_rows: int, dim: int, *, device: torch.device) -> dict[str, Tensor]:
         """Zero state: each tensor has one entry, or one row of ``dim``, per table row."""
 
-    def update(self, weight: Tensor, state: State, rows: Tensor, grad: Tensor, lr: float) -> None:
+    @property
+    def adds_squares(self) -> bool:
+        """Whether a row's step needs squares of all its columns (see ``squares`` of `update`)."""
+
+    def update(
+        self,
+        weight: Tensor,
+        state: State,
+        rows: Tensor,
+        grad: Tensor,
+        lr: float,
+        *,
+        squares: Tensor | None = None,
+    ) -> None:
         """Apply one step in place.
 
         Args:
@@ -41,6 +55,8 @@ class UpdateRule(Protocol):
             rows: ``[n]`` distinct rows.
             grad: ``[n, dim]`` fp32, the sum over all samples.
             lr: Learning rate of this step.
+            squares: ``[n]`` mean of the squared gradient over all columns of the table, where
+                ``weight`` holds only some of them and the rule `adds_squares`.
         """
 
 
@@ -65,6 +81,8 @@ class SGD:
 
     lr: float = 0.01
 
+    adds_squares: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         _positive(self, lr=self.lr)
 
@@ -72,7 +90,16 @@ class SGD:
         """None."""
         return {}
 
-    def update(self, weight: Tensor, state: State, rows: Tensor, grad: Tensor, lr: float) -> None:
+    def update(
+        self,
+        weight: Tensor,
+        state: State,
+        rows: Tensor,
+        grad: Tensor,
+        lr: float,
+        *,
+        squares: Tensor | None = None,
+    ) -> None:
         """One step."""
         _move(weight, rows, grad * -lr)
 
@@ -87,6 +114,8 @@ class RowwiseAdagrad:
     lr: float = 0.01
     eps: float = 1e-8
 
+    adds_squares: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         _positive(self, lr=self.lr, eps=self.eps)
 
@@ -94,10 +123,19 @@ class RowwiseAdagrad:
         """``v``: one float a row."""
         return {"v": torch.zeros(num_rows, device=device)}
 
-    def update(self, weight: Tensor, state: State, rows: Tensor, grad: Tensor, lr: float) -> None:
+    def update(
+        self,
+        weight: Tensor,
+        state: State,
+        rows: Tensor,
+        grad: Tensor,
+        lr: float,
+        *,
+        squares: Tensor | None = None,
+    ) -> None:
         """One step."""
-        squares = grad.square().sum(1).div_(grad.shape[1])
-        moment = squares.add_(state["v"].index_select(0, rows))
+        squares = mean_squares(grad) if squares is None else squares
+        moment = state["v"].index_select(0, rows).add_(squares)
         state["v"].index_copy_(0, rows, moment)
         scale = -lr / moment.sqrt().add_(self.eps)
         _move(weight, rows, grad * scale.unsqueeze(1))
@@ -110,6 +148,8 @@ class Adagrad:
     lr: float = 0.01
     eps: float = 1e-10
 
+    adds_squares: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         _positive(self, lr=self.lr, eps=self.eps)
 
@@ -117,7 +157,16 @@ class Adagrad:
         """``v``: one float an element."""
         return {"v": torch.zeros(num_rows, dim, device=device)}
 
-    def update(self, weight: Tensor, state: State, rows: Tensor, grad: Tensor, lr: float) -> None:
+    def update(
+        self,
+        weight: Tensor,
+        state: State,
+        rows: Tensor,
+        grad: Tensor,
+        lr: float,
+        *,
+        squares: Tensor | None = None,
+    ) -> None:
         """One step."""
         moment = grad.square().add_(state["v"].index_select(0, rows))
         state["v"].index_copy_(0, rows, moment)
@@ -136,6 +185,8 @@ class Adam:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
 
+    adds_squares: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         _positive(self, lr=self.lr, eps=self.eps)
         if not all(0.0 <= b < 1.0 for b in self.betas):
@@ -149,7 +200,16 @@ class Adam:
             "t": torch.zeros(num_rows, device=device),
         }
 
-    def update(self, weight: Tensor, state: State, rows: Tensor, grad: Tensor, lr: float) -> None:
+    def update(
+        self,
+        weight: Tensor,
+        state: State,
+        rows: Tensor,
+        grad: Tensor,
+        lr: float,
+        *,
+        squares: Tensor | None = None,
+    ) -> None:
         """One step."""
         b1, b2 = self.betas
         first = state["m"].index_select(0, rows).mul_(b1).add_(grad * (1 - b1))

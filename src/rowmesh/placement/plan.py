@@ -171,6 +171,13 @@ class TablePlan:
         return column_bounds(self.embedding_dim, self.rest.split.columns)
 
     @property
+    def is_relayed(self) -> bool:
+        """Whether sums are made on the owners' host by the asker's peer, and sent from there."""
+        split = self.rest.split
+        is_split = split.rows == "host" and self.homes().num_owners > 1
+        return is_split and self.exchange is Exchange.POOLED
+
+    @property
     def word(self) -> str:
         """The split as people say it: data-parallel, table-wise, row-wise, ..."""
         words = []
@@ -230,6 +237,11 @@ class Plan:
     def fingerprint(self) -> str:
         """Of the topology this plan is for."""
         return self.mesh.topology.fingerprint()
+
+    @property
+    def span(self) -> int:
+        """Ranks, in rank order, whose gradients are added up first: a host's, or all."""
+        return self.mesh.local if self.tree == "host-first" else self.mesh.hosts * self.mesh.local
 
     @property
     def exactness(self) -> Exactness:

@@ -163,7 +163,7 @@ def exactness(plan: Plan) -> Exactness:
     ):
         return Exactness.E2
     for table in plan.tables:
-        split_rows = table.rest.split.rows != "none" and table.homes().num_owners > 1
+        split_rows = table.rest.split.rows == "all" and table.homes().num_owners > 1
         if table.exchange is Exchange.POOLED and split_rows:
             return Exactness.E1
     return Exactness.E0

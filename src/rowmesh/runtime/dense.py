@@ -1,7 +1,9 @@
-"""Dense gradients: our own buckets, summed over ranks in rank order, under the backward.
+"""Dense gradients: our own buckets, summed over ranks in the plan's order, under the backward.
 
-Each rank adds up one chunk of a bucket and sends the sum to all: 2 (W - 1) / W of the bucket
-leaves a rank, the least possible. Not torch's DDP, which averages.
+Flat: each rank adds up one chunk of a bucket and sends the sum to all: 2 (W - 1) / W of the
+bucket leaves a rank, the least possible. Host-first: the ranks of a host add up a chunk each, peers
+on different hosts add up their chunk, and the sums go back the same way: only 2 (H - 1) / H of a
+bucket's L-th part leaves a rank's host. Not torch's DDP, which averages.
 """
 
 from collections.abc import Sequence
@@ -18,21 +20,27 @@ __all__ = ["DenseBuckets", "broadcast_dense"]
 
 
 class _Bucket:
-    """Parameters whose gradients travel together, with a flag for each that has one."""
+    """Parameters whose gradients travel together, with a flag for each that has one.
 
-    def __init__(self, parameters: Sequence[nn.Parameter], mesh: Mesh, number: int) -> None:
-        self.parameters, self.mesh = list(parameters), mesh
+    ``span`` ranks, next to each other, are added up first; then the sums of such groups.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], mesh: Mesh, number: int, span: int
+    ) -> None:
+        self.parameters, self.mesh, self.number = list(parameters), mesh, number
         self.missing = len(self.parameters)
         self.is_stale = False
         self._sequence = 0
         self._sum: Future[tuple[Tensor, Handle]] | None = None
-        self._parts = mesh.wire.channel(f"dense bucket {number}", Lane.GRADS)
-        self._sums = mesh.wire.channel(f"dense sums {number}", Lane.GRADS)
         size = sum(p.numel() for p in self.parameters) + len(self.parameters)
         self._flat = torch.empty(size, device=mesh.device)
-        self._chunks = self._flat.split(-(-size // mesh.world))
-        self._chunks += (self._flat[:0],) * (mesh.world - len(self._chunks))
-        self._parts_of = torch.empty((mesh.world, len(self._chunks[mesh.rank])), device=mesh.device)
+        place = mesh.rank % span
+        group = list(range(mesh.rank - place, mesh.rank - place + span))
+        self._near = _Ring(f"dense bucket {number}", mesh, group, self._flat)
+        chunk = self._near.chunks[place]
+        peers = list(range(place, mesh.world, span))
+        self._far = _Ring(f"dense bucket {number}, groups", mesh, peers, chunk)
 
     @property
     def is_launched(self) -> bool:
@@ -46,33 +54,22 @@ class _Bucket:
             p.new_zeros(p.numel()) if g is None else g.reshape(-1)
             for p, g in zip(self.parameters, grads, strict=True)
         ]
-        flat, chunks, parts = self._flat, self._chunks, self._parts_of
-        torch.cat([*(p.float() for p in pieces), flags], out=flat)
-        mine = chunks[mesh.rank]
+        torch.cat([*(p.float() for p in pieces), flags], out=self._flat)
         self._sequence += 1
         sequence = self._sequence
-        handle = self._parts.post(
-            sequence,
-            sends=[(p, chunks[p]) for p in mesh.peers()],
-            receives=[(p, parts[p]) for p in mesh.peers()],
-            edge="dense",
-        )
+        handle = self._near.send_parts(sequence)
 
         def add_up() -> tuple[Tensor, Handle]:
-            handle.wait()  # from here on ``flat`` may be overwritten with the sums
-            parts[mesh.rank] = mine
-            total = parts[0]
-            for part in parts[1:]:
-                total += part
-            mine.copy_(total)
-            return flat, self._sums.post(
-                sequence,
-                sends=[(p, mine) for p in mesh.peers()],
-                receives=[(p, chunks[p]) for p in mesh.peers()],
-                edge="dense",
-            )
+            handle.wait()  # from here on the bucket may be overwritten with the sums
+            self._near.add_up()
+            if len(self._far.ranks) > 1:
+                self._far.send_parts(sequence).wait()
+                self._far.add_up()
+                self._far.send_sums(sequence).wait()
+            return self._flat, self._near.send_sums(sequence)
 
-        self._sum = mesh.later("dense", add_up)
+        # A thread a bucket: ranks may launch them in different orders, and each waits for peers.
+        self._sum = mesh.later(f"dense {self.number}", add_up)
         self.is_stale = False
 
     def finish(self, *, keep: bool) -> None:
@@ -97,10 +94,51 @@ class _Bucket:
             at += parameter.numel()
 
 
+class _Ring:
+    """Ranks that each add up one chunk of a vector and send the sum to the others."""
+
+    def __init__(self, name: str, mesh: Mesh, ranks: Sequence[int], vector: Tensor) -> None:
+        self.ranks, self._place = list(ranks), list(ranks).index(mesh.rank)
+        chunks = vector.split(max(1, -(-len(vector) // len(ranks))))
+        self.chunks = [*chunks, *(vector[:0],) * (len(ranks) - len(chunks))]
+        self._found = vector.new_empty((len(ranks), len(self.chunks[self._place])))
+        self._parts = mesh.wire.channel(name, Lane.GRADS)
+        self._sums = mesh.wire.channel(f"{name}, sums", Lane.GRADS)
+
+    def send_parts(self, sequence: int) -> Handle:
+        """Every rank's part of every chunk to the rank that adds it up."""
+        others = [i for i in range(len(self.ranks)) if i != self._place]
+        return self._parts.post(
+            sequence,
+            sends=[(self.ranks[i], self.chunks[i]) for i in others],
+            receives=[(self.ranks[i], self._found[i]) for i in others],
+            edge="dense",
+        )
+
+    def add_up(self) -> None:
+        """Make this rank's chunk the sum of all ranks', in their order."""
+        mine = self.chunks[self._place]
+        self._found[self._place] = mine
+        total = self._found[0]
+        for part in self._found[1:]:
+            total += part
+        mine.copy_(total)
+
+    def send_sums(self, sequence: int) -> Handle:
+        """This rank's chunk to all, theirs to this rank."""
+        others = [i for i in range(len(self.ranks)) if i != self._place]
+        return self._sums.post(
+            sequence,
+            sends=[(self.ranks[i], self.chunks[self._place]) for i in others],
+            receives=[(self.ranks[i], self.chunks[i]) for i in others],
+            edge="dense",
+        )
+
+
 class DenseBuckets:
     """Sums the gradients of dense parameters over all ranks."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], mesh: Mesh) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], mesh: Mesh, span: int) -> None:
         self.parameters = list(parameters)
         self.is_accumulating = False
         self._is_active = False
@@ -108,7 +146,7 @@ class DenseBuckets:
         if mesh.world == 1:
             return
         for number, members in enumerate(bucket_parameters([p.numel() for p in parameters])):
-            bucket = _Bucket([parameters[i] for i in members], mesh, number)
+            bucket = _Bucket([parameters[i] for i in members], mesh, number, span)
             self._buckets.append(bucket)
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(self._hook(bucket))

@@ -4,7 +4,7 @@ counts + status -> ids -> lookup at owners -> vectors back -> pool; backward mir
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,13 @@ from rowmesh.features import KeyedJaggedTensor
 from rowmesh.nn.bags import Reader, as_features, check_ids, flatten
 from rowmesh.nn.collections import Piece
 from rowmesh.nn.kernels import pool
+from rowmesh.runtime.outputs import join_columns
+from rowmesh.runtime.relay import Relay
 from rowmesh.runtime.requests import NUM_COUNTS, Request, num_words, pack, unpack
 from rowmesh.runtime.returns import send_back
 from rowmesh.runtime.routes import Route, route_bags
 from rowmesh.runtime.scratch import Scratch
-from rowmesh.runtime.tickets import Stack, Ticket
+from rowmesh.runtime.tickets import Relayed, Stack, Ticket
 from rowmesh.tables import TableConfig
 
 __all__ = ["ShardedEngine", "sharded_engines"]
@@ -43,14 +45,15 @@ class ShardedEngine:
         weighted: bool,
         stacks: Sequence[Stack],
         mesh: Mesh,
+        span: int,
     ) -> None:
         self.path, self.readers, self.tables = path, list(readers), list(tables)
         self.pooled, self.weighted = pooled, weighted
-        self.stacks, self.mesh = list(stacks), mesh
+        self.stacks, self.mesh, self.span = list(stacks), mesh, span
         self.tickets: list[Ticket] = []
         self.is_accumulating = False
         self.on_all_sent: Callable[[], None] | None = None
-        wide = any(max(s.layout.home_slots) >= 1 << 31 for s in stacks)
+        wide = any(max(s.layout.asked_slots) >= 1 << 31 for s in stacks)
         self.id_dtype = torch.int64 if wide else torch.int32
         self._anchor = torch.zeros((), device=mesh.device, requires_grad=True)
         self._leaving: list[Handle] = []
@@ -63,6 +66,11 @@ class ShardedEngine:
         self._vectors = [wire.channel(f"vectors of {path}", Lane.ROWS) for _ in stacks]
         self._backward = [wire.channel(f"gradients of {path}", Lane.GRADS) for _ in stacks]
         self._copied = [wire.channel(f"hot gradients of {path}", Lane.GRADS) for _ in stacks]
+        self.relays = {
+            i: Relay(path, stack.layout, mesh, self.id_dtype)
+            for i, stack in enumerate(stacks)
+            if stack.layout.is_relayed
+        }
         self.exports = wire.channel(f"export of {path}", Lane.ROWS)
         self.num_exports = 0
 
@@ -84,20 +92,21 @@ class ShardedEngine:
         counts = self._exchange_counts(features, routes, error)
         buffers, arriving = self._await_vectors(routes)
         asked = self._exchange_ids(routes, counts)
-        self._answer(routes, asked, buffers)
+        relayed = self._fetch(asked)
+        self._answer(routes, asked, relayed, buffers)
         for handle in arriving:
             handle.wait()
         vectors = [r.forward.of(buffer) for r, buffer in zip(routes, buffers, strict=True)]
         if training:
             taken = {t.place for t in self.tickets}
             place = next(p for p in itertools.count() if p not in taken)
-            ticket = Ticket(number=self._number, place=place, routes=routes, asked=asked)
+            ticket = Ticket(
+                number=self._number, place=place, routes=routes, asked=asked, relayed=relayed
+            )
             self.tickets.append(ticket)
             vectors = _Lookup.apply(self, ticket, self._anchor, *vectors)  # type: ignore[no-untyped-call]
-        pieces = [
-            (stack.layout.readers, part) for stack, part in zip(self.stacks, vectors, strict=True)
-        ]
-        return features, list(pieces)
+        layouts = [stack.layout for stack in self.stacks]
+        return features, join_columns(layouts, vectors, features, self.readers, pooled=self.pooled)
 
     def _prepare(
         self, features: Any, training: bool
@@ -197,7 +206,7 @@ class ShardedEngine:
 
     def _exchange_ids(
         self, routes: Sequence[Route], counts: Sequence[Sequence[int]]
-    ) -> list[list[Request]]:
+    ) -> list[Sequence[Request]]:
         """Send every owner its requests; returns ``[stack][source]`` what this rank was asked."""
         mesh, layouts = self.mesh, [s.layout for s in self.stacks]
         sends, weight_sends = [], []
@@ -237,21 +246,33 @@ class ShardedEngine:
         ]
         return [list(asked) for asked in zip(*by_source, strict=True)]
 
+    def _fetch(self, asked: Sequence[Sequence[Request]]) -> dict[int, Relayed]:
+        """Rows that relayed stacks need from the ranks beside this one, by stack."""
+        return {
+            i: relay.fetch(self._number, asked[i], self.stacks[i].home)
+            for i, relay in self.relays.items()
+            if relay.is_used
+        }
+
     def _answer(
         self,
         routes: Sequence[Route],
         asked: Sequence[Sequence[Request]],
+        relayed: Mapping[int, Relayed],
         buffers: Sequence[Tensor],
     ) -> None:
         """Look up what was asked: send it to peers, put this rank's own into its buffers."""
         mesh, rank = self.mesh, self.mesh.rank
         for i, (stack, route, buffer) in enumerate(zip(self.stacks, routes, buffers, strict=True)):
             sends = []
+            source, requests = stack.home, asked[i]
+            if i in relayed:
+                source, requests = relayed[i].rows, relayed[i].requests
             for peer in mesh.peers():
-                request = asked[i][peer]
+                request = requests[peer]
                 size = (request.num_vectors, stack.layout.dim)
                 out = self._scratch.take(("answer", i, peer), *size, buffer.dtype)
-                _look_up(stack.home, request, out)
+                _look_up(source, request, out)
                 sends.append((peer, out))
                 row_bytes = out.element_size() * out.shape[1]
                 mesh.ledger.record("rows", peer, len(request.rows) * row_bytes)
@@ -260,7 +281,7 @@ class ShardedEngine:
                 self._vectors[i].post(self._number, sends=sends, receives=(), edge=None)
             )
             bounds = route.vector_bounds
-            _look_up(stack.home, asked[i][rank], buffer[bounds[rank] : bounds[rank + 1]])
+            _look_up(source, requests[rank], buffer[bounds[rank] : bounds[rank + 1]])
             if len(route.copied_slots):
                 out = buffer[bounds[-1] :]
                 torch.index_select(stack.copies, 0, route.copied_slots, out=out)
@@ -288,7 +309,7 @@ class ShardedEngine:
             self.on_all_sent()
 
 
-def _look_up(home: Tensor, request: Request, out: Tensor) -> None:
+def _look_up(source: Tensor, request: Request, out: Tensor) -> None:
     """The vectors of a request: rows as they are, then bags summed."""
     num_rows, bags = len(request.rows), request.num_pooled
     parts = [(request.rows, out[:num_rows])] if num_rows else []
@@ -296,12 +317,12 @@ def _look_up(home: Tensor, request: Request, out: Tensor) -> None:
         parts.append((request.pooled, out[num_rows:]))  # every bag is one row
     elif bags:
         slots, starts = request.pooled_slots(), request.pooled_starts()
-        out[num_rows:] = pool(home, slots, starts, request.weights)
+        out[num_rows:] = pool(source, slots, starts, request.weights)
     for slots, part in parts:
-        if part.dtype == home.dtype:
-            torch.index_select(home, 0, slots, out=part)
+        if part.dtype == source.dtype:
+            torch.index_select(source, 0, slots, out=part)
         else:
-            part.copy_(home.index_select(0, slots))
+            part.copy_(source.index_select(0, slots))
 
 
 class _Lookup(torch.autograd.Function):

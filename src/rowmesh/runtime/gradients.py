@@ -23,9 +23,10 @@ class RowGradient:
     """The summed gradient of distinct rows of this rank's home or copies of a stack.
 
     ``own`` are the entries this rank counts in a norm over ranks: all of a home's, and of the
-    copies those whose sum it made.
+    copies those whose sum it made. ``stack`` is the number of the stack whose home it is.
     """
 
+    stack: int | None
     weight: Tensor
     state: dict[str, Tensor]
     rows: Tensor
@@ -64,6 +65,9 @@ class SparseGradients:
             self._launch()
         for ticket in tickets:
             ticket.home.wait()
+            for i, relay in self._engine.relays.items():
+                if relay.is_used and self._engine.stacks[i].layout.trainable:
+                    relay.send_back(ticket, i)
         found = [
             self._home(i, stack, tickets)
             for i, stack in enumerate(self._engine.stacks)
@@ -101,10 +105,13 @@ class SparseGradients:
         flat = torch.tensor([n for row in sizes for n in row], device=device)
         part = torch.arange(len(flat), dtype=torch.int32, device=device)
         part = torch.repeat_interleave(part, flat)
-        num_tickets = len(sizes[0])
+        num_tickets, span = len(sizes[0]), self._engine.span
+        labels = [part] if repeats or num_tickets > 1 else []
         if num_tickets > 1:
-            return [part, part // num_tickets]
-        return [part] if repeats else []
+            labels.append(part // num_tickets)
+        if span < len(sizes):
+            labels.append(part // (num_tickets * span))
+        return labels
 
     def _home(self, number: int, stack: Stack, tickets: Sequence[Ticket]) -> RowGradient:
         """Add the gradients of this rank's home rows."""
@@ -130,7 +137,12 @@ class SparseGradients:
             labels=self._labels(sizes, stack.layout.has_repeats, slots[0].device),
         )
         return RowGradient(
-            weight=stack.home, state=stack.home_state, rows=rows, grad=grad, own=slice(None)
+            stack=number,
+            weight=stack.home,
+            state=stack.home_state,
+            rows=rows,
+            grad=grad,
+            own=slice(None),
         )
 
     def _sum_copies(self, tickets: Sequence[Ticket], sequence: int) -> list[RowGradient]:
@@ -206,6 +218,7 @@ class SparseGradients:
         found = [decode_set(words[r], counts[r], sizes[r]) + bounds[r] for r in range(mesh.world)]
         first = sum(counts[: mesh.rank])
         return RowGradient(
+            stack=None,
             weight=stack.copies,
             state=stack.copies_state,
             rows=torch.cat(found),

@@ -15,6 +15,7 @@ from rowmesh.optim import UpdateRule
 from rowmesh.runtime.dense import DenseBuckets
 from rowmesh.runtime.embeddings import ShardedEngine, sharded_engines
 from rowmesh.runtime.gradients import RowGradient, SparseGradients
+from rowmesh.runtime.squares import ColumnSquares
 
 __all__ = ["Optimizer"]
 
@@ -47,8 +48,9 @@ class Optimizer(torch.optim.Optimizer):
             raise InputError("this model has an rm.Optimizer already: one steps all its tables")
         self._mesh = self._engines[0].mesh if self._engines else None
         self._sparse = [SparseGradients(engine) for engine in self._engines]
+        self._squares = [ColumnSquares(engine) for engine in self._engines]
         self._rule, self._buckets = sparse, buckets
-        self._pending: list[RowGradient] | None = None
+        self._pending: list[list[RowGradient]] | None = None
         for engine in self._engines:
             for stack in engine.stacks:
                 if stack.layout.trainable:
@@ -77,9 +79,13 @@ class Optimizer(torch.optim.Optimizer):
             raise InputError("rm.Optimizer.step takes no closure")
         pending = self._reduce()
         lr = self.param_groups[-1]["lr"]
-        for part in pending:
-            if len(part.rows):
-                self._rule.update(part.weight, part.state, part.rows.long(), part.grad, lr)
+        for parts, column_squares in zip(pending, self._squares, strict=True):
+            squares = column_squares.add(parts) if self._rule.adds_squares else {}
+            for part in parts:
+                if len(part.rows):
+                    rows = part.rows.long()
+                    found = None if part.stack is None else squares.get(part.stack)
+                    self._rule.update(part.weight, part.state, rows, part.grad, lr, squares=found)
         if self.dense is not None:
             self.dense.step()
             self.dense.zero_grad(set_to_none=True)
@@ -98,7 +104,7 @@ class Optimizer(torch.optim.Optimizer):
         Collective:
             All ranks.
         """
-        pending = self._reduce()
+        pending = [part for parts in self._reduce() for part in parts]
         grads = [p.grad for p in self._buckets.parameters if p.grad is not None]
         squares = torch.zeros((), dtype=torch.float64)
         for part in pending:
@@ -181,9 +187,9 @@ class Optimizer(torch.optim.Optimizer):
             self.param_groups[:-1] = self.dense.param_groups
         self.param_groups[-1].update(state_dict["sparse_group"])
 
-    def _reduce(self) -> list[RowGradient]:
+    def _reduce(self) -> list[list[RowGradient]]:
         if self._pending is None:
             self._buckets.launch()
-            self._pending = [part for sparse in self._sparse for part in sparse.reduce()]
+            self._pending = [sparse.reduce() for sparse in self._sparse]
             self._buckets.reduce()
         return self._pending

@@ -1,8 +1,8 @@
 """The oracle: the unsharded model in one process, run as W virtual ranks.
 
 The batch is cut as the ranks got it; forward and backward run per part; a row's gradients are
-added in sample order within a part, then over parts in rank order. What a plan of exactness E0
-does on W real ranks must equal this to the bit.
+added in sample order within a part, then over parts in the plan's sum tree. What a plan of
+exactness E0 does on W real ranks must equal this to the bit.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,6 +47,7 @@ class Oracle:
             get their initial values.
         dense: As for `rowmesh.Optimizer`.
         sparse: As for `rowmesh.Optimizer`.
+        span: `Plan.span`: so many parts, next to each other, are added up first; default all.
     """
 
     def __init__(
@@ -55,7 +56,9 @@ class Oracle:
         *,
         dense: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
         sparse: UpdateRule,
+        span: int | None = None,
     ) -> None:
+        self._span = span
         self.model = materialise(adopt_collections(model))
         self.rule = sparse
         self.parameters = [p for p in dense_parameters(self.model) if p.requires_grad]
@@ -114,7 +117,7 @@ class Oracle:
             losses.append(found.detach())
             dense.append([p.grad for p in self.parameters])
         for parameter, grads in zip(self.parameters, zip(*dense, strict=True), strict=True):
-            parameter.grad = _add(parameter, grads)
+            parameter.grad = _add(parameter, grads, self._span or len(grads))
         self._update(clip, self.rule.lr if lr is None else lr)
         return losses
 
@@ -127,7 +130,8 @@ class Oracle:
             rows = torch.cat([a[3] for a in mine])
             sizes = torch.tensor([len(a[3]) for a in mine])
             parts = torch.repeat_interleave(torch.tensor([a[1] for a in mine]), sizes)
-            gradients[name] = coalesce(rows, torch.cat([a[4] for a in mine]), labels=[parts])
+            labels = [parts] if self._span is None else [parts, parts // self._span]
+            gradients[name] = coalesce(rows, torch.cat([a[4] for a in mine]), labels=labels)
         grads = [p.grad for p in self.parameters if p.grad is not None]
         grads += [grad for _, grad in gradients.values()]
         if clip is not None:
@@ -162,12 +166,18 @@ def _num_samples(batch: Any) -> int:
     return -1
 
 
-def _add(parameter: nn.Parameter, grads: Sequence[Tensor | None]) -> Tensor | None:
-    """The sum in rank order, in fp32; a part without a gradient adds zero, as on the wire."""
+def _add(parameter: nn.Parameter, grads: Sequence[Tensor | None], span: int) -> Tensor | None:
+    """The sum in fp32, of spans and then over spans; no gradient counts as zero, as on the wire."""
     if all(g is None for g in grads):
         return None
     parts = [torch.zeros_like(parameter) if g is None else g for g in grads]
-    total = parts[0].float()
-    for part in parts[1:]:
-        total = total + part.float()
+    sums = []
+    for first in range(0, len(parts), span):
+        total = parts[first].float()
+        for part in parts[first + 1 : first + span]:
+            total = total + part.float()
+        sums.append(total)
+    total = sums[0]
+    for part in sums[1:]:
+        total = total + part
     return total.to(parameter.dtype)

@@ -83,7 +83,7 @@ def route_bags(layout: StackLayout, bags: Bags, *, training: bool) -> Route:
 
     Sum owners are told which copied rows a batch touches only if gradients will follow.
     """
-    world, num_bags = len(layout.home_slots), len(bags.lengths)
+    world, num_bags = len(layout.asked_slots), len(bags.lengths)
     entry, slot = _slots(layout, bags)
     bases = _bases(layout, num_bags)  # of rows and bags by owner, then of copies, then the end
     pooled = layout.is_pooled.index_select(0, bags.reader) if layout.has_pooled else None
@@ -154,7 +154,7 @@ def _slots(layout: StackLayout, bags: Bags) -> tuple[Tensor, Tensor]:
 def _bases(layout: StackLayout, num_bags: int) -> list[int]:
     """First key of each owner's rows and bags, of the copies, and one past the last key."""
     bases, at = [], 0
-    for slots in layout.home_slots:
+    for slots in layout.asked_slots:
         bases += [at, at + slots]
         at += slots + (num_bags if layout.has_pooled else 0)
     return [*bases, at, at + layout.copy_bounds[-1]]
@@ -208,11 +208,11 @@ def _requests(
     if pooled_ids is not None:
         edges = torch.tensor(bases[:-1], device=sorted_keys.device).to(sorted_keys.dtype)
         id_cuts = torch.searchsorted(sorted_keys, edges).tolist()
-        if max(layout.home_slots) <= _INT32:
+        if max(layout.asked_slots) <= _INT32:
             pooled_ids = pooled_ids.to(torch.int32)
     nothing = vector_keys[:0]
     requests = []
-    for owner in range(len(layout.home_slots)):
+    for owner in range(len(layout.asked_slots)):
         rows, bags, end = by_region[2 * owner : 2 * owner + 3]
         ids = slice(*id_cuts[2 * owner + 1 : 2 * owner + 3])
         first_copy = bases[-2] + layout.copy_bounds[owner]

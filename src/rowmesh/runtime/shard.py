@@ -83,10 +83,10 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
         module = model.get_submodule(path)
         assert isinstance(module, _Collection)
         plans = [plan.table(c.name) for c in configs]
-        module.engine = _make_engine(path, module, plans, mesh)
+        module.engine = _make_engine(path, module, plans, mesh, plan.span)
     if mesh.world > 1:
         broadcast_dense([*dense, *model.buffers()], mesh)
-    model._rowmesh_dense = DenseBuckets(trainable, mesh)  # type: ignore[assignment]
+    model._rowmesh_dense = DenseBuckets(trainable, mesh, plan.span)  # type: ignore[assignment]
     return model
 
 
@@ -95,7 +95,6 @@ def _check_executable(plan: Plan) -> None:
     world = plan.mesh.hosts * plan.mesh.local
     wanted = [
         (plan.mesh.group != world, f"shard groups of {plan.mesh.group} of {world} ranks"),
-        (plan.tree != "flat", f"the {plan.tree!r} sum tree"),
         (bool(plan.towers), "towers"),
         (any(c.stack != ("fp32",) for c in plan.codecs), "codecs other than fp32"),
     ]
@@ -105,13 +104,12 @@ def _check_executable(plan: Plan) -> None:
             (len(table.tiers) > 1, "hot sets" + where),
             (tier.copies is Copies.HOST, "copies per host" + where),
             (tier.store != "ram", f"the {tier.store} store" + where),
-            (tier.split.columns > 1 or tier.split.rows == "host", f"{tier.split.word}" + where),
         ]
     for is_wanted, what in wanted:
         if is_wanted:
             raise NotExecutable(
-                f"the plan is valid, but this version does not run {what}; it runs data-parallel, "
-                f"table-wise and row-wise tables over one shard group"
+                f"the plan is valid, but this version does not run {what}; it runs all splits of "
+                f"tables and copies on every rank, in ram, over one shard group"
             )
 
 
@@ -144,38 +142,39 @@ def _check_tables(plan: Plan, collections: Sequence[tuple[str, Any, list[TableCo
 
 
 def _make_engine(
-    path: str, module: _Collection, plans: Sequence[TablePlan], mesh: Mesh
+    path: str, module: _Collection, plans: Sequence[TablePlan], mesh: Mesh, span: int
 ) -> ShardedEngine:
-    layouts = lay_out(plans, module.readers, world=mesh.world, device=mesh.device)
+    layouts = lay_out(
+        plans, module.readers, topology=mesh.topology, rank=mesh.rank, device=mesh.device
+    )
+    stacks = [_make_stack(layout, mesh) for layout in layouts]
+    for table, config in enumerate(module.configs()):
+        for stack in stacks:
+            for region in stack.layout.home:
+                if region.table == table and region.rank == mesh.rank:
+                    _fill(stack.home, region, module)
+            for region in stack.layout.copied:
+                if region.table == table:
+                    _fill(stack.copies, region, module)
+        del module.table_modules()[config.name]  # frees a materialised table
     return ShardedEngine(
         path=path or "model",
         readers=module.readers,
         tables=module.configs(),
         pooled=module.pooled,
         weighted=module.is_weighted,
-        stacks=[_make_stack(layout, module, mesh) for layout in layouts],
+        stacks=stacks,
         mesh=mesh,
+        span=span,
     )
 
 
-def _make_stack(layout: StackLayout, module: _Collection, mesh: Mesh) -> Stack:
+def _make_stack(layout: StackLayout, mesh: Mesh) -> Stack:
     def empty(num_rows: int) -> Tensor:
         return allocate_rows(num_rows, layout.dim, dtype=layout.dtype, device=mesh.device)
 
-    stack = Stack(
-        layout=layout,
-        home=empty(layout.home_slots[mesh.rank]),
-        copies=empty(layout.copy_bounds[-1]),
-    )
-    for table in layout.tables:
-        for region in layout.home:
-            if region.table == table and region.rank == mesh.rank:
-                _fill(stack.home, region, module)
-        for region in layout.copied:
-            if region.table == table:
-                _fill(stack.copies, region, module)
-        del module.table_modules()[module.configs()[table].name]  # frees a materialised table
-    return stack
+    home, copies = empty(layout.home_slots[mesh.rank]), empty(layout.copy_bounds[-1])
+    return Stack(layout=layout, home=home, copies=copies)
 
 
 @torch.no_grad()
@@ -186,6 +185,7 @@ def _fill(out: Tensor, region: Region, module: _Collection) -> None:
     rows = torch.from_numpy(region.homes.rows(region.owner)).to(out.device)
     weight = module.table_modules()[config.name].weight
     if weight.device.type == "meta":
-        fill_initial_values(part, config, rows, seed=module.seed)
+        fill_initial_values(part, config, rows, seed=module.seed, columns=region.columns)
     else:
-        part.copy_(weight.detach().index_select(0, rows.to(weight.device)))
+        columns = weight.detach()[:, slice(*region.columns)]
+        part.copy_(columns.index_select(0, rows.to(weight.device)))

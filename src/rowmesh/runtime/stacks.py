@@ -1,26 +1,30 @@
 """Stacks: the tables of a collection that share storage and messages, laid out for all ranks.
 
-Pure arithmetic on the plan. Tables of one dim, dtype and wire form are stacked; a rank's home
-stack holds the rows it owns, table after table, and its copies stack the rows every rank holds,
-ordered by the rank that adds up their gradients.
+Pure arithmetic on the plan. A table is one piece, or several column pieces; pieces of one width,
+table dim, dtype and wire form are stacked. A rank's home stack holds the rows it owns, piece
+after piece, and its copies stack the rows every rank holds, ordered by the rank that adds up
+their gradients.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rowmesh.nn.bags import Reader
 from rowmesh.placement import Copies, Exchange, Homes, TablePlan
 from rowmesh.tables import parse_dtype
+from rowmesh.topology import Topology
 
 __all__ = ["Region", "StackLayout", "lay_out"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Region:
-    """Rows of one table that lie together in one rank's home stack or in the copies stack."""
+    """Rows of one piece of a table that lie together in a rank's home or the copies stack."""
 
     table: int
     rank: int
@@ -35,30 +39,50 @@ class Region:
         return self.homes.num_slots(self.owner)
 
 
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Columns of one table and the ranks their rows are spread over."""
+
+    table: int
+    columns: tuple[int, int]
+    ranks: tuple[int, ...]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackLayout:
-    """One stack of a collection.
+    """One stack of a collection, as one rank sees it.
 
-    The last four fields are indexed by (table, virtual shard), at ``first_entry[reader]`` +
-    id mod S; row id of a reader lies at ``slot0 + (id // S) * stride``.
+    The last four fields are indexed by (piece, virtual shard), at ``first_entry[reader]`` +
+    id mod S; row id of a reader is slot ``slot0 + (id // S) * stride`` of the rank it asks.
 
     Args:
+        dim: Columns of a vector.
+        table_dim: Columns of the tables; more than ``dim`` where they are split by columns.
+        is_relayed: A rank of the owners' host, the asker's peer, answers for them
+            (`rowmesh.runtime.relay`).
         tables: Indices into the collection's tables.
-        readers: Indices into the collection's readers.
+        readers: Indices into the collection's readers; one comes once for every piece.
+        columns: Of each of ``readers``, the columns of the table it reads here.
         home: Regions in home stacks, of all ranks.
         copied: Regions in the copies stack.
         home_slots: ``[W]`` rows of each rank's home stack.
+        asked_slots: ``[W]`` slots that each rank can be asked for: its own or, relayed, those of
+            its host, rank after rank.
         copy_bounds: ``[W + 1]`` where the rows that each rank sums begin in the copies stack.
     """
 
     dim: int
+    table_dim: int
     dtype: torch.dtype
     trainable: bool
+    is_relayed: bool
     tables: tuple[int, ...]
     readers: tuple[int, ...]
+    columns: tuple[tuple[int, int], ...]
     home: tuple[Region, ...]
     copied: tuple[Region, ...]
     home_slots: tuple[int, ...]
+    asked_slots: tuple[int, ...]
     copy_bounds: tuple[int, ...]
     is_copied: Tensor  # per reader
     is_pooled: Tensor  # per reader: owners pool
@@ -83,23 +107,36 @@ class StackLayout:
 
 
 def lay_out(
-    plans: Sequence[TablePlan], readers: Sequence[Reader], *, world: int, device: torch.device
+    plans: Sequence[TablePlan],
+    readers: Sequence[Reader],
+    *,
+    topology: Topology,
+    rank: int,
+    device: torch.device,
 ) -> list[StackLayout]:
-    """The stacks of a collection; the same on every rank.
+    """The stacks of a collection; the same on every rank, but for whom a relayed one asks.
 
     Args:
         plans: One per table of the collection, in its order.
         readers: Of the collection.
-        world: Number of ranks.
+        topology: Of the mesh.
+        rank: Whose view it is.
         device: Where the index tensors go.
     """
-    groups: dict[tuple[int, str, bool, bool], list[int]] = {}
+    groups: dict[tuple[object, ...], list[_Piece]] = {}
     for t, plan in enumerate(plans):
-        # Owners send sums in fp32: a low-precision table's sums and rows differ in dtype.
-        widened = plan.data_type != "fp32" and _owner_pools(plan)
-        key = (plan.embedding_dim, plan.data_type, plan.trainable, widened)
-        groups.setdefault(key, []).append(t)
-    return [_lay_out_one(plans, readers, tables, world, device) for tables in groups.values()]
+        columns, tier = plan.columns(), plan.rest
+        per_piece = len(tier.ranks) // len(columns)
+        for c, (first, last) in enumerate(columns):
+            # Owners send sums in fp32: a low-precision table's sums and rows differ in dtype.
+            widened = plan.data_type != "fp32" and _owner_pools(plan)
+            key = (last - first, plan.embedding_dim, plan.data_type, plan.trainable, widened)
+            ranks = tier.ranks[c * per_piece : (c + 1) * per_piece]
+            piece = _Piece(t, (first, last), ranks)
+            groups.setdefault((*key, plan.is_relayed), []).append(piece)
+    return [
+        _lay_out_one(plans, readers, pieces, topology, rank, device) for pieces in groups.values()
+    ]
 
 
 def _owner_pools(plan: TablePlan) -> bool:
@@ -109,58 +146,98 @@ def _owner_pools(plan: TablePlan) -> bool:
 def _lay_out_one(
     plans: Sequence[TablePlan],
     readers: Sequence[Reader],
-    tables: Sequence[int],
-    world: int,
+    pieces: Sequence[_Piece],
+    topology: Topology,
+    rank: int,
     device: torch.device,
 ) -> StackLayout:
-    home, home_slots = _regions(plans, [t for t in tables if not _is_copied(plans[t])], world)
-    copied, sums = _regions(plans, [t for t in tables if _is_copied(plans[t])], world)
-    copy_bounds = [sum(sums[:rank]) for rank in range(world + 1)]
+    world, first = topology.world, plans[pieces[0].table]
+    home, home_slots = _regions(plans, [p for p in pieces if not _is_copied(plans[p.table])], world)
+    copied, sums = _regions(plans, [p for p in pieces if _is_copied(plans[p.table])], world)
+    copy_bounds = [sum(sums[:r]) for r in range(world + 1)]
     copied = [replace(region, start=region.start + copy_bounds[region.rank]) for region in copied]
-    entries: dict[int, int] = {}
-    owner: list[int] = []
-    slot0: list[int] = []
-    stride: list[int] = []
-    for t in tables:
-        entries[t] = len(owner)
-        homes = plans[t].homes()
-        of_table = {r.owner: r for r in (*home, *copied) if r.table == t}
-        for shard in range(homes.num_shards):
-            region = of_table[shard % homes.num_owners]
-            owner.append(region.rank)
-            slot0.append(region.start + shard // homes.num_owners)
-            stride.append(homes.width(region.owner))
-    members = [r for r, reader in enumerate(readers) if reader.table in tables]
-    of_reader = [plans[readers[r].table] for r in members]
+    asked_slots, route = home_slots, [*home, *copied]
+    if first.is_relayed:
+        asked_slots, route = _relay(home, home_slots, topology, rank)
+    entries, lookups = _entries(plans, pieces, route)
+    members = [
+        (r, e, piece)
+        for piece, e in zip(pieces, entries, strict=True)
+        for r, reader in enumerate(readers)
+        if reader.table == piece.table
+    ]
+    members.sort(key=lambda member: member[0])  # output order; pieces of a reader stay in order
+    of_reader = [plans[piece.table] for _, _, piece in members]
 
-    def tensor(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
+    def tensor(values: Sequence[int] | NDArray[np.int64]) -> Tensor:
+        return torch.as_tensor(values, dtype=torch.int64, device=device)
 
     def flags(values: list[bool]) -> Tensor:
         return torch.tensor(values, dtype=torch.bool, device=device)
 
+    deduped = [p.dedup or _owner_pools(p) or _is_copied(p) for p in of_reader]
     return StackLayout(
-        dim=plans[tables[0]].embedding_dim,
-        dtype=parse_dtype(plans[tables[0]].data_type),
-        trainable=plans[tables[0]].trainable,
-        tables=tuple(tables),
-        readers=tuple(members),
+        dim=pieces[0].columns[1] - pieces[0].columns[0],
+        table_dim=first.embedding_dim,
+        dtype=parse_dtype(first.data_type),
+        trainable=first.trainable,
+        is_relayed=first.is_relayed,
+        tables=tuple(dict.fromkeys(p.table for p in pieces)),
+        readers=tuple(r for r, _, _ in members),
+        columns=tuple(piece.columns for _, _, piece in members),
         home=tuple(home),
         copied=tuple(copied),
         home_slots=tuple(home_slots),
+        asked_slots=tuple(asked_slots),
         copy_bounds=tuple(copy_bounds),
         is_copied=flags([_is_copied(p) for p in of_reader]),
         is_pooled=flags([_owner_pools(p) for p in of_reader]),
-        is_deduped=flags([p.dedup or _owner_pools(p) or _is_copied(p) for p in of_reader]),
+        is_deduped=flags(deduped),
         has_pooled=any(_owner_pools(p) for p in of_reader),
-        all_deduped=all(p.dedup or _owner_pools(p) or _is_copied(p) for p in of_reader),
+        all_deduped=all(deduped),
         num_shards=tensor([p.virtual_shards for p in of_reader]),
         shard_bits=_shard_bits({p.virtual_shards for p in of_reader}),
-        first_entry=tensor([entries[readers[r].table] for r in members]),
-        owner=tensor(owner),
-        slot0=tensor(slot0),
-        stride=tensor(stride),
+        first_entry=tensor([e for _, e, _ in members]),
+        owner=tensor(lookups[0]),
+        slot0=tensor(lookups[1]),
+        stride=tensor(lookups[2]),
     )
+
+
+def _relay(
+    home: Sequence[Region], home_slots: Sequence[int], topology: Topology, rank: int
+) -> tuple[list[int], list[Region]]:
+    """Slots each rank can be asked for, and the regions as slots of the peer that relays them."""
+    local = topology.local
+    hosts = [sum(home_slots[h * local : (h + 1) * local]) for h in range(topology.hosts)]
+    route = []
+    for region in home:
+        first = topology.host(region.rank) * local
+        start = region.start + sum(home_slots[first : region.rank])
+        route.append(replace(region, rank=first + rank % local, start=start))
+    return [hosts[topology.host(r)] for r in range(topology.world)], route
+
+
+def _entries(
+    plans: Sequence[TablePlan], pieces: Sequence[_Piece], route: Sequence[Region]
+) -> tuple[list[int], tuple[NDArray[np.int64], ...]]:
+    """Where each piece's (piece, virtual shard) entries begin; owner, slot0 and stride of all."""
+    by_piece: dict[tuple[int, tuple[int, int]], list[Region]] = {}
+    for region in route:
+        by_piece.setdefault((region.table, region.columns), []).append(region)
+    starts, at = [], 0
+    columns: list[list[NDArray[np.int64]]] = [[], [], []]
+    for piece in pieces:
+        regions = sorted(by_piece[piece.table, piece.columns], key=lambda r: r.owner)
+        homes = plans[piece.table].homes()
+        shard = np.arange(homes.num_shards, dtype=np.int64)
+        owner = shard % homes.num_owners
+        columns[0].append(np.array([r.rank for r in regions])[owner])
+        columns[1].append(np.array([r.start for r in regions])[owner] + shard // homes.num_owners)
+        columns[2].append(np.array([homes.width(r.owner) for r in regions])[owner])
+        starts.append(at)
+        at += homes.num_shards
+    return starts, tuple(np.concatenate(c) for c in columns)
 
 
 def _shard_bits(sizes: set[int]) -> int | None:
@@ -173,17 +250,21 @@ def _is_copied(plan: TablePlan) -> bool:
 
 
 def _regions(
-    plans: Sequence[TablePlan], tables: Sequence[int], world: int
+    plans: Sequence[TablePlan], pieces: Sequence[_Piece], world: int
 ) -> tuple[list[Region], list[int]]:
-    """Where each (table, rank) starts within that rank, and how many rows each rank gets."""
+    """Where each (piece, rank) starts within that rank, and how many rows each rank gets."""
     used = [0] * world
     regions = []
-    for t in tables:
-        homes = plans[t].homes()
-        for owner, rank in enumerate(plans[t].rest.ranks):
-            columns = (0, plans[t].embedding_dim)
+    for piece in pieces:
+        homes = plans[piece.table].homes()
+        for owner, rank in enumerate(piece.ranks):
             region = Region(
-                table=t, rank=rank, owner=owner, homes=homes, columns=columns, start=used[rank]
+                table=piece.table,
+                rank=rank,
+                owner=owner,
+                homes=homes,
+                columns=piece.columns,
+                start=used[rank],
             )
             regions.append(region)
             used[rank] += region.num_rows

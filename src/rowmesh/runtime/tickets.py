@@ -1,4 +1,4 @@
-"""What a rank holds of a stack, and the tickets of training forwards."""
+"""What a rank holds of a stack, what it relays, and the tickets of training forwards."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from rowmesh.runtime.requests import Request
 from rowmesh.runtime.routes import Route
 from rowmesh.runtime.stacks import StackLayout
 
-__all__ = ["Stack", "Ticket"]
+__all__ = ["Relayed", "Stack", "Ticket"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -22,6 +22,26 @@ class Stack:
     copies: Tensor
     home_state: dict[str, Tensor] = field(default_factory=dict)
     copies_state: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Relayed:
+    """One forward through a relay.
+
+    Args:
+        rows: Rows fetched from the owners beside this rank, owner after owner, and for each
+            owner asker after asker.
+        requests: ``[W]`` what this rank was asked, with positions in ``rows`` for slots.
+        bounds: Where each owner's part of ``rows`` begins, and the end.
+        owned: ``[W]`` what this rank, as an owner, was asked on behalf of every rank.
+        received: ``[L][H]`` how many rows each relay asked of this rank, by asker's host.
+    """
+
+    rows: Tensor
+    requests: Sequence[Request]
+    bounds: Sequence[int]
+    owned: Sequence[Request]
+    received: Sequence[Sequence[int]]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,6 +76,7 @@ class Ticket:
         place: Tells apart the buffers of tickets under way together.
         routes: One per stack.
         asked: ``[stack][source]``, what every rank asked of this one.
+        relayed: By stack, what this rank fetched for others.
         is_sent: Its backward has run.
         home: Gradients of home rows; the thread that steps waits for them.
         copied: Gradients of copied rows; the communication thread waits for them.
@@ -64,7 +85,8 @@ class Ticket:
     number: int
     place: int
     routes: Sequence[Route]
-    asked: Sequence[Sequence[Request]]
+    asked: list[Sequence[Request]]
+    relayed: dict[int, Relayed]
     is_sent: bool = False
     home: Arrivals = field(default_factory=Arrivals)
     copied: Arrivals = field(default_factory=Arrivals)

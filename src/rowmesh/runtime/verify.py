@@ -118,7 +118,7 @@ def verify(
     outcome: Verification | str | None = None
     if mesh.rank == 0:
         try:
-            oracle = Oracle(make_model(), dense=dense, sparse=sparse)
+            oracle = Oracle(make_model(), dense=dense, sparse=sparse, span=plan.span)
             outcome = _compare(oracle, plan, everyone, tables, states)
         except Exception as error:  # every rank must hear of it
             outcome = f"the oracle failed on rank 0: {sentence_of(error)}"

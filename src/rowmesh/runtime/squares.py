@@ -1,0 +1,111 @@
+"""Column squares: owners of a row's columns tell each other their part of its squared gradient.
+
+Row-wise AdaGrad needs the mean over all columns of a row. Each owner of a column piece sends the
+squares of its column blocks, and every one adds all blocks in column order
+(`rowmesh.optim.squares`): the same bits on all of them, and those of a table that is not split.
+Pieces are asked for the same rows by everyone, so owners know how many rows to expect.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rowmesh.comm.exchange import Lane
+from rowmesh.optim.squares import block_squares, mean_of_blocks
+from rowmesh.placement.columns import num_blocks
+from rowmesh.runtime.embeddings import ShardedEngine
+from rowmesh.runtime.gradients import RowGradient
+from rowmesh.runtime.stacks import Region
+
+__all__ = ["ColumnSquares"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """A region of this rank, and all regions (its own too) that hold other columns of its rows."""
+
+    stack: int
+    mine: Region
+    row: Sequence[Region]  # in column order
+    block: int  # columns of a block
+
+    def blocks(self, region: Region) -> int:
+        return (region.columns[1] - region.columns[0]) // self.block
+
+
+class ColumnSquares:
+    """Adds the squares of one engine's split tables over their column pieces."""
+
+    def __init__(self, engine: ShardedEngine) -> None:
+        self._engine, self._sequence = engine, 0
+        self._shares = _shares(engine)
+        self._channel = engine.mesh.wire.channel(f"column squares of {engine.path}", Lane.GRADS)
+
+    def add(self, gradients: Sequence[RowGradient]) -> dict[int, Tensor]:
+        """By stack, the mean squares of the rows in its gradient; stacks without split columns
+        are left out.
+
+        Collective:
+            All ranks that hold split columns, after the same backwards.
+        """
+        self._sequence += 1
+        parts = {g.stack: g for g in gradients if g.stack is not None}
+        mine = [_part(share, parts[share.stack]) for share in self._shares if share.stack in parts]
+        shares = [share for share in self._shares if share.stack in parts]
+        peers = sorted({r.rank for share in shares for r in share.row if r is not share.mine})
+        sends, received = [], {}
+        for peer in peers:
+            ours, sizes = [], []
+            for share, squares in zip(shares, mine, strict=True):
+                for region in share.row:
+                    if region.rank == peer:
+                        ours.append(squares.reshape(-1))
+                        sizes.append(len(squares) * share.blocks(region))
+            sends.append((peer, torch.cat(ours)))
+            received[peer] = (ours[0].new_empty(sum(sizes)), sizes)
+        self._channel.post(
+            self._sequence,
+            sends=sends,
+            receives=[(peer, buffer) for peer, (buffer, _) in received.items()],
+            edge="column squares",
+        ).wait()
+        pieces = {p: iter(buffer.split(sizes)) for p, (buffer, sizes) in received.items()}
+        found: dict[int, list[Tensor]] = {}
+        for share, squares in zip(shares, mine, strict=True):
+            blocks = [
+                squares if r is share.mine else next(pieces[r.rank]).view(len(squares), -1)
+                for r in share.row
+            ]
+            dim = share.row[-1].columns[1]
+            found.setdefault(share.stack, []).append(
+                mean_of_blocks(torch.cat(blocks, dim=1), dim=dim)
+            )
+        return {stack: torch.cat(means) for stack, means in found.items()}
+
+
+def _part(share: _Share, gradient: RowGradient) -> Tensor:
+    """``[rows, blocks]`` squares of the region's rows."""
+    start = share.mine.start
+    edges = torch.tensor([start, start + share.mine.num_rows], device=gradient.rows.device)
+    first, last = torch.searchsorted(gradient.rows, edges.to(gradient.rows.dtype)).tolist()
+    return block_squares(gradient.grad[first:last], dim=share.row[-1].columns[1])
+
+
+def _shares(engine: ShardedEngine) -> list[_Share]:
+    """Of this rank, in the order of tables: slot order within a stack, the same on its peers."""
+    regions = [
+        (stack, region)
+        for stack, s in enumerate(engine.stacks)
+        if s.layout.trainable and s.layout.dim < s.layout.table_dim
+        for region in s.layout.home
+    ]
+    found = []
+    for stack, mine in regions:
+        if mine.rank == engine.mesh.rank:
+            row = [r for _, r in regions if (r.table, r.owner) == (mine.table, mine.owner)]
+            row.sort(key=lambda r: r.columns[0])
+            dim = engine.stacks[stack].layout.table_dim
+            found.append(_Share(stack, mine, row, dim // num_blocks(dim)))
+    return sorted(found, key=lambda share: share.mine.table)
