@@ -41,17 +41,39 @@ SHAPES: tuple[tuple[str, tuple[dict[str, Any], ...]], ...] = (
     ("sequence", ({"rows": 21, "dim": 4, "dtype": "bf16"},)),
     ("weighted", ({"rows": 5, "dim": 1},)),
 )
-PLACES: dict[int, list[tuple[tuple[int, ...], ...]]] = {  # ranks of the five tables; () is a copy
+Where = tuple[int, ...] | dict[str, Any]  # ranks, none for a copy on each; or more than ranks
+PLACES: dict[int, list[tuple[Where, ...]]] = {  # of the five tables
     1: [((0,),) * 5, ((),) * 5],
-    2: [((), (1,), (1, 0), (0, 1), (0,)), ((1, 0), (), (0,), (1,), ())],
-    4: [((3, 1, 2), (2,), (), (0, 1, 2, 3), (3,)), ((), (1, 0), (3, 2), (2,), (0, 1))],
+    2: [
+        ((), (1,), (1, 0), (0, 1), (0,)),
+        ((1, 0), (), (0,), (1,), ()),
+        (*({"ranks": (1, 0), "columns": 2},) * 4, (0, 1)),
+    ],
+    4: [
+        ((3, 1, 2), (2,), (), (0, 1, 2, 3), (3,)),
+        ((), (1, 0), (3, 2), (2,), (0, 1)),
+        (
+            {"ranks": (0, 1, 2, 3), "columns": 2, "by_host": True},
+            {"ranks": (2, 0, 1), "columns": 3},  # of 1, 1 and 2 columns
+            {"ranks": (2, 3), "by_host": True},
+            {"ranks": (3, 0, 1, 2), "columns": 2},
+            (),
+        ),
+    ],
 }
+HOSTS = {1: 1, 2: 1, 4: 2}
+PLANS = [(world, plan) for world, plans in PLACES.items() for plan in range(len(plans))]
 
 
 def make_case(world: int, plan: int) -> Case:
     places = iter(PLACES[world][plan])
+
+    def table(shape: dict[str, Any]) -> Table:
+        where = next(places)
+        return Table(**shape, **(where if isinstance(where, dict) else {"ranks": where}))
+
     collections = tuple(
-        Collection(kind=kind, tables=tuple(Table(**shape, ranks=next(places)) for shape in shapes))
+        Collection(kind=kind, tables=tuple(table(shape) for shape in shapes))
         for kind, shapes in SHAPES
     )
     sizes = [t.rows for c in collections for t in c.tables for _ in range(t.features)]
@@ -65,7 +87,7 @@ def make_case(world: int, plan: int) -> Case:
         ]
         for step in range(3)
     ]
-    return Case(world=world, collections=collections, ids=ids)
+    return Case(world=world, hosts=HOSTS[world], collections=collections, ids=ids)
 
 
 def trained(mesh: Mesh, case: Case) -> nn.Module:
@@ -109,9 +131,10 @@ def move_to_another_plan(mesh: Mesh, first: Case, second: Case) -> Any:
     return state, rm.full_state_dict(model), initial, fit, copied
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_a_state_dict_moves_to_any_plan_bit_for_bit(world: int) -> None:
-    ranks = run_on_ranks(world, move_to_another_plan, make_case(world, 0), make_case(world, 1))
+@pytest.mark.parametrize(("world", "plan"), PLANS)
+def test_a_state_dict_moves_to_any_plan_bit_for_bit(world: int, plan: int) -> None:
+    cases = make_case(world, plan), make_case(world, (plan + 1) % len(PLACES[world]))
+    ranks = run_on_ranks(world, move_to_another_plan, *cases, hosts=HOSTS[world])
     state, loaded, initial, fit, dense = ranks[0]
     assert_equal(loaded, state)
     assert any(not torch.equal(initial[k], state[k]) for k in state), "training changed something"
@@ -411,8 +434,8 @@ def export_and_load(mesh: Mesh, first: Case, second: Case, folder: str) -> Any:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_exported_files_are_read_back_bit_for_bit(world: int, tmp_path: Path) -> None:
-    cases = make_case(world, 0), make_case(world, 1)
-    state, loaded = run_on_ranks(world, export_and_load, *cases, str(tmp_path))[0]
+    arguments = (make_case(world, 0), make_case(world, -1), str(tmp_path))
+    state, loaded = run_on_ranks(world, export_and_load, *arguments, hosts=HOSTS[world])[0]
     assert len(loaded) == 3
     for found in loaded:
         assert_equal(found, state)
@@ -562,11 +585,12 @@ def unshard_and_compare(mesh: Mesh, case: Case) -> Any:
     return outputs, again, state, found, trained_again
 
 
-@pytest.mark.parametrize("plan", [0, 1])
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize(("world", "plan"), PLANS)
 def test_an_unsharded_copy_computes_the_same_bits(world: int, plan: int) -> None:
     case = make_case(world, plan)
-    outputs, again, state, found, has_grad = run_on_ranks(world, unshard_and_compare, case)[0]
+    outputs, again, state, found, has_grad = run_on_ranks(
+        world, unshard_and_compare, case, hosts=HOSTS[world]
+    )[0]
     assert all(torch.equal(a, b) for a, b in zip(outputs, again, strict=True))
     assert_equal(dict(found.state_dict()), state)
     assert list(found.state_dict()) == list(Model(case).state_dict())
@@ -632,14 +656,15 @@ def given_vectors() -> list[tuple[str, Any, Tensor]]:
     ]
 
 
-@pytest.mark.parametrize(("world", "plan"), [(1, 0), (2, 0), (2, 1), (4, 0), (4, 1)])
+@pytest.mark.parametrize(("world", "plan"), PLANS)
 def test_pretrained_vectors_reach_their_rows_and_no_others(
     world: int, plan: int, tmp_path: Path
 ) -> None:
     for name, _, vectors in given_vectors():
         np.save(tmp_path / f"{name}.npy", vectors.numpy())
         save_file({"weight": vectors, "other": vectors + 1}, tmp_path / f"{name}.safetensors")
-    sources = run_on_ranks(world, pretrained, make_case(world, plan), str(tmp_path))[0]
+    case = make_case(world, plan)
+    sources = run_on_ranks(world, pretrained, case, str(tmp_path), hosts=HOSTS[world])[0]
     assert len(sources) == 5
     for before, after in sources:
         assert_equal(after, expect_vectors(before))
