@@ -15,7 +15,7 @@ from rowmesh.cli import app
 from rowmesh.cli import doctor as cli_doctor
 from rowmesh.train import doctor, network
 from rowmesh.train.doctor import can_train, check_extra, examine, features
-from rowmesh.train.machine import (
+from rowmesh.train.hardware import (
     Finding,
     check_compiler,
     check_cores,

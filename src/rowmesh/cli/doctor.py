@@ -11,7 +11,7 @@ from rich.table import Table
 
 from rowmesh.cli.terminal import one_sentence
 from rowmesh.train.doctor import Feature, can_train, examine, features
-from rowmesh.train.machine import Finding
+from rowmesh.train.hardware import Finding
 
 __all__ = ["doctor_command"]
 

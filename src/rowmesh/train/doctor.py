@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rowmesh.train.machine import (
+from rowmesh.train.hardware import (
     ROOT,
     Finding,
     check_compiler,

@@ -17,8 +17,8 @@ from rowmesh.comm.exchange import Lane
 from rowmesh.comm.mesh import Mesh
 from rowmesh.comm.status import sentence_of
 from rowmesh.errors import RowmeshError
+from rowmesh.train.hardware import ROOT, Finding, read
 from rowmesh.train.launch import launch
-from rowmesh.train.machine import ROOT, Finding, read
 
 __all__ = ["check_hostname", "check_interfaces", "check_trial"]
 
