@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import rowmesh as rm
+from rowmesh.planners import Constraints, Pin
 
 PAGE = (Path(__file__).parent.parent / "docs" / "from_torchrec.md").read_text()
 # What the page's TorchRec program wrote to torchrec.pt with TorchRec 1.8.0.
@@ -71,7 +72,10 @@ def test_what_the_page_says_of_differences() -> None:
     exec(compile(blocks, "from_torchrec.md", "exec"), names)
     model, mesh = names["model"], rm.init_mesh()
     with pytest.raises(rm.InputError, match="did you mean 'row_wise'"):
-        rm.make_plan(model, mesh.topology, split="rowwise")
+        Pin(split="rowwise")
+    constraints = Constraints(pin={"t_users": Pin(split="row_wise")})
+    with pytest.raises(rm.RowmeshError, match="did you mean 't_user'"):
+        rm.make_plan(model, mesh.topology, constraints=constraints)
     weight = torch.randn(1000, 16)
     rm.load_pretrained(model, "t_user", weight)
     rm.shard(model, rm.make_plan(model, mesh.topology), mesh)

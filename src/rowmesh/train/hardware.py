@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rowmesh.train.machine import available_bytes
+
 __all__ = [
     "Finding",
     "check_compiler",
@@ -22,7 +24,6 @@ __all__ = [
     "check_huge_pages",
     "check_memory",
     "check_shared_memory",
-    "free_memory",
 ]
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -104,10 +105,10 @@ def check_memory(root: Path = ROOT) -> Finding:
     parts = []
     if available is not None and total is not None:
         parts.append(f"{available / GIB:.1f} GiB available of {total / GIB:.1f}")
-    limits = [limit for limit, _ in _memory_limits(root)]
+    limits = list(_memory_limits(root))
     if limits:
         parts.append(f"control group allows {min(limits) / GIB:.1f}")
-    usable = free_memory(root)
+    usable = available_bytes(root=root)
     if usable is None:
         return Finding(name="memory", value="unknown", ok=None)
     ok = usable >= _RANK_BYTES
@@ -116,32 +117,18 @@ def check_memory(root: Path = ROOT) -> Finding:
     return Finding(name="memory", value=value, ok=ok, advice=advice)
 
 
-def free_memory(root: Path = ROOT) -> int | None:
-    """Bytes a new process can have: what the system has, or its control group leaves if less."""
-    found = [_meminfo(root).get("MemAvailable")]
-    found += [max(limit - used, 0) for limit, used in _memory_limits(root)]
-    return min((n for n in found if n is not None), default=None)
-
-
 def _meminfo(root: Path) -> dict[str, int]:
     lines = (read(root / "proc/meminfo") or "").splitlines()
     found = (re.match(r"(\w+):\s+(\d+) kB", line) for line in lines)
     return {m[1]: int(m[2]) * 1024 for m in found if m}
 
 
-def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, used) of every control group with a limit; file cache counts as unused."""
+def _memory_limits(root: Path) -> Iterator[int]:
     for folder in _groups(root, "memory"):
-        for limit_name, used_name, cache in (
-            ("memory.max", "memory.current", "inactive_file"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-        ):
-            limit = read(folder / limit_name) or ""
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            limit = read(folder / name) or ""
             if limit.isdigit() and int(limit) < _NO_LIMIT:
-                used = read(folder / used_name) or ""
-                freed = re.search(rf"^{cache} (\d+)$", read(folder / "memory.stat") or "", re.M)
-                taken = (int(used) if used.isdigit() else 0) - (int(freed[1]) if freed else 0)
-                yield int(limit), max(taken, 0)
+                yield int(limit)
 
 
 def check_shared_memory(root: Path = ROOT) -> Finding:
