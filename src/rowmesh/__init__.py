@@ -20,9 +20,12 @@ from rowmesh.optim import SGD, Adagrad, Adam, RowwiseAdagrad
 from rowmesh.placement import Plan, load_plan, save_plan
 from rowmesh.planners import make_plan
 from rowmesh.runtime.export import full_state_dict
+from rowmesh.runtime.export_files import export_safetensors
+from rowmesh.runtime.load import load_full_state_dict, load_pretrained
 from rowmesh.runtime.optimizer import Optimizer
 from rowmesh.runtime.oracle import Oracle
 from rowmesh.runtime.shard import shard
+from rowmesh.runtime.unshard import unshard
 from rowmesh.runtime.verify import verify
 from rowmesh.stats import Stats
 from rowmesh.tables import EmbeddingBagConfig, EmbeddingConfig, PoolingType
@@ -57,14 +60,18 @@ __all__ = [
     "StepError",
     "Topology",
     "data",
+    "export_safetensors",
     "full_state_dict",
     "init_mesh",
+    "load_full_state_dict",
     "load_plan",
+    "load_pretrained",
     "make_plan",
     "models",
     "predict",
     "save_plan",
     "shard",
+    "unshard",
     "verify",
 ]
 __version__ = "0.1.0"

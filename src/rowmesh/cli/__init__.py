@@ -2,6 +2,7 @@
 
 import typer
 
+from rowmesh.cli.doctor import doctor_command
 from rowmesh.cli.plan import plan_command
 from rowmesh.cli.train import train_command
 
@@ -16,6 +17,7 @@ app = typer.Typer(
 )
 app.command("train")(train_command)
 app.command("plan")(plan_command)
+app.command("doctor")(doctor_command)
 
 
 @app.callback()

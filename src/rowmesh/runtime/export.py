@@ -2,90 +2,107 @@
 
 from collections.abc import Callable, Mapping
 
-import torch
 from torch import Tensor, nn
 
-from rowmesh.nn.collections import EmbeddingBagCollection, EmbeddingCollection
 from rowmesh.runtime.embeddings import ShardedEngine
+from rowmesh.runtime.regions import (
+    NamedTable,
+    mesh_of,
+    named_tables,
+    places_of,
+    put_region,
+    send_bytes,
+)
 from rowmesh.runtime.tickets import Stack
 
-__all__ = ["full_sparse_state", "full_state_dict"]
+__all__ = ["dense_tensors", "full_sparse_state", "full_state_dict", "gather_table"]
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The state dict of the unsharded model, on rank 0; empty on other ranks.
 
+    Keys are TorchRec's (``<path>.embedding_bags.<table>.weight``), values plain whole tensors in
+    the table's dtype. Of an unsharded model it is every rank's own state dict.
+
     Collective:
-        All ranks.
+        All ranks, if the model is sharded.
     """
-    found = {k: v.detach() for k, v in model.state_dict().items()}
-    rank = 0
-    for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
-            engine = module.engine
-            assert isinstance(engine, ShardedEngine)
-            rank = engine.mesh.rank
-            prefix = f"{path}." if path else ""
-            tables = _gather(engine, lambda s: {"weight": s.home}, lambda s: {"weight": s.copies})
-            for name, parts in tables.items():
-                found[f"{prefix}{module.table_attribute}.{name}.weight"] = parts["weight"]
-    return found if rank == 0 else {}
+    mesh = mesh_of(model)
+    found = dense_tensors(model)
+    for table in named_tables(model):
+        weight = gather_table(table)
+        if weight is not None:
+            found |= dict.fromkeys(table.keys, weight)
+    return found if mesh is None or mesh.rank == 0 else {}
+
+
+def dense_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a model's state dict that are not tables."""
+    tables = {key for table in named_tables(model) for key in table.keys}
+    return {
+        key: value.detach()
+        for key, value in model.state_dict().items()
+        if isinstance(value, Tensor) and key not in tables
+    }
+
+
+def gather_table(table: NamedTable) -> Tensor | None:
+    """The whole table on rank 0, None elsewhere; of an unsharded model as it is, on every rank.
+
+    Collective:
+        All ranks, if the model is sharded.
+    """
+    if table.engine is None:
+        weight: Tensor = table.local.weight.detach()
+        return weight
+    return _gather(table.engine, table.index, _weights).get("weight")
 
 
 def full_sparse_state(model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """Optimiser state of every table, ``{table: {name: tensor}}``, on rank 0.
+    """Optimiser state of every table of a sharded model, ``{table: {name: tensor}}``, on rank 0.
 
     Collective:
         All ranks.
     """
     found: dict[str, dict[str, Tensor]] = {}
-    for module in model.modules():
-        engine = getattr(module, "engine", None)
-        if isinstance(engine, ShardedEngine):
-            found |= _gather(engine, lambda s: s.home_state, lambda s: s.copies_state)
+    for table in named_tables(model):
+        if table.engine is not None:
+            whole = _gather(table.engine, table.index, _states)
+            found |= {table.config.name: whole} if whole else {}
     return found
 
 
-_Part = Callable[[Stack], Mapping[str, Tensor]]
+_Part = Callable[[Stack, bool], Mapping[str, Tensor]]
 
 
-def _gather(engine: ShardedEngine, home: _Part, copies: _Part) -> dict[str, dict[str, Tensor]]:
-    """Put the regions of every table in row order on rank 0."""
-    mesh = engine.mesh
-    found: dict[str, dict[str, Tensor]] = {}
-    for stack in engine.stacks:
-        for region in (*stack.layout.home, *stack.layout.copied):
-            copied = region in stack.layout.copied
-            config = engine.tables[region.table]
-            rows = torch.from_numpy(region.homes.rows(region.owner)).to(mesh.device)
-            first, last = region.columns
-            for name, tensor in (copies if copied else home)(stack).items():
-                if tensor.dim() == 1 and first > 0:
-                    continue  # a row's state lies beside each of its column pieces
-                engine.num_exports += 1
-                mine = copied or region.rank == mesh.rank
-                if mine:
-                    part = tensor[region.start : region.start + region.num_rows]
-                else:
-                    part = tensor.new_empty((region.num_rows, *tensor.shape[1:]))
-                if not copied and region.rank != 0:
-                    _move(engine, part, region.rank)
-                if mesh.rank == 0:
-                    whole = found.setdefault(config.name, {})
-                    if name not in whole:
-                        shape = (config.num_embeddings, config.embedding_dim)[: tensor.dim()]
-                        whole[name] = tensor.new_empty(shape)
-                    target = whole[name] if tensor.dim() == 1 else whole[name][:, first:last]
-                    target.index_copy_(0, rows, part)
+def _weights(stack: Stack, is_copied: bool) -> Mapping[str, Tensor]:
+    return {"weight": stack.copies if is_copied else stack.home}
+
+
+def _states(stack: Stack, is_copied: bool) -> Mapping[str, Tensor]:
+    return stack.copies_state if is_copied else stack.home_state
+
+
+def _gather(engine: ShardedEngine, table: int, part_of: _Part) -> dict[str, Tensor]:
+    """The regions of a table put together on rank 0; nothing on other ranks."""
+    rank, config = engine.mesh.rank, engine.tables[table]
+    found: dict[str, Tensor] = {}
+    for place in places_of(engine, table):
+        region = place.region
+        for name, tensor in part_of(place.stack, place.is_copied).items():
+            if tensor.dim() == 1 and region.columns[0] > 0:
+                continue  # state of whole rows: every column piece has it, the first one's counts
+            part = place.of(tensor) if place.is_on(rank) else None
+            if not place.is_on(0):
+                if part is None:
+                    part = tensor.new_empty(
+                        (region.num_rows if rank == 0 else 0, *tensor.shape[1:])
+                    )
+                send_bytes(engine, part.contiguous(), source=region.rank, targets=[0])
+            if rank == 0:
+                assert part is not None
+                shape = (config.num_embeddings, config.embedding_dim)[: tensor.dim()]
+                if name not in found:
+                    found[name] = tensor.new_empty(shape)
+                put_region(found[name], region, part)
     return found
-
-
-def _move(engine: ShardedEngine, part: Tensor, source: int) -> None:
-    """From ``source`` to rank 0."""
-    mesh = engine.mesh
-    sends = [(0, part.contiguous())] if mesh.rank == source else ()
-    receives = [(source, part)] if mesh.rank == 0 else ()
-    handle = engine.exports.post(
-        engine.num_exports, sends=sends, receives=receives, edge="checkpoint"
-    )
-    handle.wait()
