@@ -24,7 +24,7 @@ _SEQUENCES = 1 << 16
 _HEADER_BIT = 1 << 30
 _DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
-    *(torch.int32, torch.int64, torch.uint8),
+    *(torch.int32, torch.int64, torch.uint8, torch.int8, torch.int16, torch.bool),
 ]
 
 

@@ -74,6 +74,12 @@ class ShardedEngine:
         self.exports = wire.channel(f"export of {path}", Lane.ROWS)
         self.num_exports = 0
 
+    def __deepcopy__(self, memo: Any) -> "ShardedEngine":
+        raise StepError(
+            "a sharded model cannot be copied: its rows lie on many ranks; rm.unshard(model) "
+            "gives a single-process copy on rank 0"
+        )
+
     def __call__(self, features: Any) -> tuple[KeyedJaggedTensor, list[Piece]]:
         """The checked features and every reader's vectors.
 
