@@ -1,9 +1,10 @@
-"""The command line: `rowmesh train` and `rowmesh plan`. A command a file."""
+"""The command line: `rowmesh train`, `verify` and `plan`. A command a file."""
 
 import typer
 
 from rowmesh.cli.plan import plan_command
 from rowmesh.cli.train import train_command
+from rowmesh.cli.verify import verify_command
 
 __all__ = ["app", "main"]
 
@@ -15,6 +16,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("train")(train_command)
+app.command("verify")(verify_command)
 app.command("plan")(plan_command)
 
 

@@ -12,11 +12,12 @@ from rowmesh.errors import InputError
 from rowmesh.placement import save_plan
 from rowmesh.placement.document import plan_to_json
 from rowmesh.topology import Topology
-from rowmesh.train.trainer import RunConfig, build_model, plan_run
+from rowmesh.train.model import ModelConfig, build_model
+from rowmesh.train.planning import PlanConfig, plan_run
 
 __all__ = ["plan_command"]
 
-_DEFAULT = RunConfig()
+_DATA, _PLAN = SyntheticClicks(), PlanConfig()
 
 
 def plan_command(
@@ -25,12 +26,12 @@ def plan_command(
     tables: Annotated[
         int, typer.Option(help="Number of tables; beyond 26 Criteo's sizes repeat.")
     ] = len(CRITEO_KAGGLE),
-    batch: Batch = _DEFAULT.data.batch_size,
+    batch: Batch = _DATA.batch_size,
     dim: Dim = 64,
     cap: Annotated[int | None, typer.Option(help="Most rows of a table; default no limit.")] = None,
-    alpha: Alpha = _DEFAULT.data.alpha,
-    split: Split = _DEFAULT.split,
-    exchange: Exchange = _DEFAULT.exchange,
+    alpha: Alpha = _DATA.alpha,
+    split: Split = _PLAN.split,
+    exchange: Exchange = _PLAN.exchange,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the plan to this file as JSON.")] = None,
 ) -> None:
@@ -38,9 +39,10 @@ def plan_command(
     with one_sentence():
         sizes = tuple(itertools.islice(itertools.cycle(CRITEO_KAGGLE), max(tables, 0)))
         data = SyntheticClicks(cardinalities=sizes, cap=cap, alpha=alpha, batch_size=batch)
-        config = RunConfig(data=data, dim=dim, split=split, exchange=exchange)
+        config = PlanConfig(split=split, exchange=exchange, batches=0)
         topology = Topology(hosts=hosts, local=ranks_per_host)
-        plan = plan_run(config, build_model(config), topology, num_batches=0)
+        model = build_model(ModelConfig(dim=dim), data, seed=0)
+        plan = plan_run(config, model, data, topology)
         if out is not None:
             try:
                 save_plan(plan, out)

@@ -1,0 +1,38 @@
+"""What the trainer asks of data: tables to build, batches to train on, batches to judge by."""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from rowmesh.features import Batch
+from rowmesh.tables import EmbeddingBagConfig
+
+__all__ = ["Source"]
+
+
+class Source(Protocol):
+    """Data that every rank reads for itself, without talking to the others.
+
+    A batch is a function of the configuration, its seed, rank, world and step, and of nothing
+    else. For every step the union over the ranks is the same set of samples for every world, so
+    the step alone is the position: a run may stop, and go on with another number of ranks.
+    """
+
+    @property
+    def num_dense(self) -> int:
+        """Columns of `Batch.dense_features`."""
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Steps in which every sample comes once; None where the data never repeats."""
+
+    def tables(self, embedding_dim: int) -> list[EmbeddingBagConfig]:
+        """The tables that the features of a batch index."""
+
+    def batches(self, *, rank: int, world: int, start: int = 0) -> Iterator[Batch]:
+        """This rank's batches from global step ``start`` on; endless.
+
+        Step s belongs to epoch ``s // steps_per_epoch``. What lies before ``start`` is not read.
+        """
+
+    def held_out(self, *, rank: int, world: int) -> Iterator[Batch]:
+        """This rank's batches of samples that are never trained on, in the same order each time."""

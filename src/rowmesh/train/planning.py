@@ -1,0 +1,89 @@
+"""The plan of a run: read from a file, or made from what the first batches ask for."""
+
+import itertools
+from dataclasses import dataclass
+
+from torch import nn
+
+from rowmesh.data import Source, SyntheticClicks
+from rowmesh.errors import InputError, PlanError
+from rowmesh.placement import Plan, load_plan
+from rowmesh.planners import make_plan
+from rowmesh.stats import Stats
+from rowmesh.tables import named_collections
+from rowmesh.topology import Topology
+
+__all__ = ["PlanConfig", "check_plan", "plan_run", "read_plan"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanConfig:
+    """Where rows live and how they travel.
+
+    Args:
+        split, exchange: As for `make_plan`.
+        batches: Batches of rank 0 whose accesses are counted; 0 assumes Zipf ids.
+        file: A plan.json to use as it is; the other settings then do not count.
+
+    Raises:
+        InputError: If a number is out of range.
+    """
+
+    split: str = "auto"
+    exchange: str = "auto"
+    batches: int = 4
+    file: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.batches < 0:
+            raise InputError(f"plan.batches is {self.batches}, but must be at least 0")
+
+
+def plan_run(config: PlanConfig, model: nn.Module, source: Source, topology: Topology) -> Plan:
+    """The plan of a run.
+
+    Raises:
+        InputError: If a word of the settings is unknown.
+        PlanError: If the file is no valid plan or for another topology, or memory is short.
+    """
+    if config.file is not None:
+        return read_plan(config.file, topology)
+    stats = _stats(config, model, source, topology)
+    return make_plan(model, topology, stats=stats, split=config.split, exchange=config.exchange)
+
+
+def check_plan(config: PlanConfig, model: nn.Module, topology: Topology) -> None:
+    """Raise what `plan_run` would raise, as far as it can be told without data or mesh."""
+    if config.file is not None:
+        load_plan(config.file)
+    else:
+        make_plan(model, topology, split=config.split, exchange=config.exchange)
+
+
+def read_plan(file: str, topology: Topology) -> Plan:
+    """The plan in ``file``, if it is for ``topology``.
+
+    Raises:
+        PlanError: If it is not, or the file holds no valid plan.
+    """
+    plan = load_plan(file)
+    if plan.fingerprint != topology.fingerprint():
+        raise PlanError(
+            f"{file} is a plan for {plan.mesh.hosts} hosts x {plan.mesh.local} ranks, but this run "
+            f"has {topology.hosts} x {topology.local}: start as many ranks, or leave out the plan"
+        )
+    return plan
+
+
+def _stats(config: PlanConfig, model: nn.Module, source: Source, topology: Topology) -> Stats:
+    tables = [table for _, _, members in named_collections(model) for table in members]
+    if config.batches:
+        batches = source.batches(rank=0, world=topology.world)
+        chosen = itertools.islice(batches, config.batches)
+        return Stats.from_batches(tables, (batch.sparse_features for batch in chosen))
+    if not isinstance(source, SyntheticClicks):
+        return Stats.assume(tables, batch_size=2048)
+    factors = zip((t.name for t in tables), map(float, source.pooling_factors), strict=True)
+    return Stats.assume(
+        tables, batch_size=source.batch_size, pooling_factors=dict(factors), alpha=source.alpha
+    )

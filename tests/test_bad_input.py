@@ -1,0 +1,149 @@
+"""Bad input is one sentence, the same on all ranks, with exit code 2 and nothing lost."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import rowmesh as rm
+from rowmesh.cli import app
+from rowmesh.comm.mesh import Mesh
+from rowmesh.train.config import RunConfig, TrainingConfig
+from rowmesh.train.launch import exit_code
+from rowmesh.train.model import ModelConfig
+from rowmesh.train.trainer import Trainer
+from tests.processes import ROOT, finish, settings, start_ranks
+from tests.ranks import run_on_ranks
+from tests.sources import BadClicks, write_recipe
+
+LIMIT_S = 10.0
+
+SENTENCES = {
+    "nan": "rank 1: step 3: dense column 2, sample 5 is nan, but must be finite",
+    "label": "rank 1: step 3: the label of sample 7 is inf, but must be 0 or 1",
+    "soft label": "rank 1: step 3: the label of sample 7 is 0.5, but must be 0 or 1",
+    "large id": "rank 1: feature 'cat_0', sample 4: id 50 is outside table 't_cat_0' (50 rows)",
+    "negative id": "rank 1: feature 'cat_0', sample 4: id -1 is outside table 't_cat_0' (50 rows)",
+    "dtype of ids": "rank 1: ids must be int32 or int64, got torch.float32",
+    "dtype of dense": "rank 1: step 3: dense features must be float32 of shape [32, 3], got "
+    "torch.float64 of shape [32, 3]",
+    "columns": "rank 1: step 3: dense features must be float32 of shape [32, 3], got "
+    "torch.float32 of shape [32, 2]",
+    "lengths": "rank 1: lengths add up to 65, but 64 ids were given",
+    "missing feature": "rank 1: feature 'cat_1' is missing from the batch: did you mean 'cat_0'?",
+    "source": "rank 1: step 3: part-3.parquet is not a Parquet file",
+    "gone": "rank 1: step 3: cannot read the data: No such file or directory (part-3.parquet)",
+}
+
+
+def train_on(mesh: Mesh, how: str) -> tuple[str, str, int, int]:
+    """The error of a run with bad data: its type, its sentence, steps done, its exit code."""
+    config = RunConfig(
+        data=BadClicks(how=how),
+        model=ModelConfig(dim=4, dense_layers=(4,), over_layers=(4,)),
+        training=TrainingConfig(steps=4),
+    )
+    trainer = Trainer(config, mesh)
+    try:
+        trainer.run()
+    except rm.RowmeshError as error:
+        return type(error).__name__, str(error), trainer.step, exit_code(error)
+    return "none", "", trainer.step, 0
+
+
+@pytest.mark.parametrize("how", SENTENCES)
+def test_a_bad_batch_of_one_rank_is_one_sentence_on_all(how: str) -> None:
+    found = run_on_ranks(2, train_on, how)
+    assert found == [("InputError", SENTENCES[how], 2, 2)] * 2
+
+
+def test_a_bad_held_out_batch_too() -> None:
+    sentence = "rank 1: held-out batch 1: dense column 2, sample 5 is nan, but must be finite"
+    assert run_on_ranks(2, train_on, "held-out nan") == [("InputError", sentence, 4, 2)] * 2
+
+
+def test_good_data_is_not_complained_about() -> None:
+    assert run_on_ranks(2, train_on, "well") == [("none", "", 4, 0)] * 2
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def steps_in(folder: Path) -> list[int]:
+    """The steps that metrics.jsonl tells of."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in lines]
+
+
+def one_sentence(result: Any) -> str:
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    return str(result.stderr).removeprefix("rowmesh: ").strip()
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> Path:
+    """A plan for four ranks."""
+    file = tmp_path / "plan.json"
+    options = ["--ranks-per-host", "4", "--dim", "4", "--cap", "500", "--batch", "64"]
+    assert run("plan", *options, "--out", str(file)).exit_code == 0
+    return file
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (lambda text: text[:100], "the plan is not JSON"),
+        (lambda text: text.replace('"tables"', '"tabels"', 1), "did you mean 'tables'?"),
+        (lambda text: text.replace('"version": ', '"version": 9'), "plan version 9"),
+    ],
+)
+def test_a_corrupt_plan(damage: Any, sentence: str, plan_file: Path) -> None:
+    plan_file.write_text(damage(plan_file.read_text()))
+    told = one_sentence(run("train", "--plan", str(plan_file), *settings()))
+    assert told.startswith(str(plan_file))
+    assert sentence in told
+    told = one_sentence(run("verify", "demo", "--plan", str(plan_file), *settings()))
+    assert sentence in told
+
+
+def test_a_plan_that_is_not_there() -> None:
+    told = one_sentence(run("train", "--plan", "no/plan.json", *settings()))
+    assert told.startswith("cannot read the plan no/plan.json: ")
+
+
+def test_a_plan_for_another_world_ends_every_rank(plan_file: Path, tmp_path: Path) -> None:
+    arguments = ["train", "--plan", str(plan_file), "--run", str(tmp_path / "run"), *settings()]
+    ended = [finish(process) for process in start_ranks(arguments, ranks=2)]
+    assert [code for code, _, _ in ended] == [2, 2]
+    assert ended[0][2] == (
+        f"rowmesh: {plan_file} is a plan for 1 hosts x 4 ranks, but this run has 1 x 2: start as "
+        f"many ranks, or leave out the plan\n"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_bad_data_ends_every_rank_and_keeps_the_checkpoints(tmp_path: Path) -> None:
+    recipe, folder = write_recipe(tmp_path, "nan", at=6), tmp_path / "run"
+    arguments = ["train", str(recipe), "--run", str(folder), "--set", "model.dim=4"]
+    arguments += ["--set", "training.log_every=1", "--set", "checkpoint.every=2"]
+    arguments += ["--set", "training.tensorboard=false"]
+    ended = [finish(process) for process in start_ranks(arguments, ranks=2, cwd=ROOT)]
+    assert time.time() - float((tmp_path / "mark").read_text()) < LIMIT_S
+    assert [code for code, _, _ in ended] == [2, 2]
+    assert ended[0][2] == (
+        "rowmesh: rank 1: step 6: dense column 2, sample 5 is nan, but must be finite\n"
+    )
+    assert ended[1][2] == ""
+    assert steps_in(folder) == [1, 2, 3, 4, 5]
+    recipe.write_text(recipe.read_text().replace("nan", "well"))
+    more = ["--set", "training.steps=8"]
+    result = run("train", "--run", str(folder), "--resume", "--json", *more)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["steps"] == 8
+    assert steps_in(folder) == [1, 2, 3, 4, 5, 6, 7, 8, 8]
