@@ -27,12 +27,14 @@ from rowmesh.runtime.verify import verify
 from rowmesh.stats import Stats
 from rowmesh.tables import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from rowmesh.topology import Topology
+from rowmesh.train.checkpoint import Checkpoints
 
 __all__ = [
     "SGD",
     "Adagrad",
     "Adam",
     "Batch",
+    "Checkpoints",
     "EmbeddingBagCollection",
     "EmbeddingBagConfig",
     "EmbeddingCollection",

@@ -1,0 +1,134 @@
+"""metadata.json: everything of a checkpoint that is not a tensor, and where each tensor lies.
+
+Its first line holds the SHA-256 of all bytes after that line, so that no damaged byte is believed.
+
+Compatibility rule: a reader accepts exactly its own ``version``. A new field that readers may
+ignore keeps the version; any other change raises it, and this module then converts the older one.
+The first line never changes, so a newer checkpoint is told from a damaged one.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from rowmesh.errors import InputError
+
+__all__ = [
+    "DTYPES",
+    "METADATA",
+    "DamagedError",
+    "StoredChunk",
+    "check_jsonable",
+    "decode",
+    "encode",
+    "read_document",
+]
+
+FORMAT_VERSION: Final = 1
+METADATA: Final = "metadata.json"
+DTYPES: Final = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+        *(torch.complex64, torch.complex128),
+    )
+}
+_HEAD: Final = '{"sha256": "%s",\n'
+_FIELDS: Final = {
+    "step": int,
+    "world": int,
+    "tables": dict,
+    "rule": str | None,
+    "sparse_group": dict | None,
+    "dense_optimizer": dict | None,
+    "plan": str | None,
+    "extra": dict,
+    "files": list,
+    "tensors": dict,
+}
+
+
+class DamagedError(InputError):
+    """Bytes of a checkpoint are missing or not those that were written."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredChunk:
+    """Where the bytes of one box are: plain elements in row-major order, little-endian.
+
+    Args:
+        offsets, sizes: The box within its tensor.
+        file: Name within the checkpoint's folder.
+        at: First byte.
+        crc32: Of the bytes.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    at: int
+    crc32: int
+
+
+def encode(document: dict[str, Any]) -> bytes:
+    """The bytes of metadata.json."""
+    text = json.dumps({"version": FORMAT_VERSION} | document, separators=(",", ":"))
+    body = (text[1:] + "\n").encode()
+    return (_HEAD % hashlib.sha256(body).hexdigest()).encode() + body
+
+
+def decode(data: bytes, where: Path) -> dict[str, Any]:
+    """The document that `encode` wrote.
+
+    Raises:
+        DamagedError: If a byte of it is not as written.
+        InputError: If it is of another version.
+    """
+    line, newline, body = data.partition(b"\n")
+    if line + newline != (_HEAD % hashlib.sha256(body).hexdigest()).encode():
+        raise DamagedError(f"{where} is damaged: its SHA-256 is not the one in its first line")
+    document = json.loads(data)
+    if document.get("version") != FORMAT_VERSION:
+        raise InputError(
+            f"{where} is of checkpoint version {document.get('version')!r}, but this rowmesh reads "
+            f"version {FORMAT_VERSION}: load it with the rowmesh that wrote it"
+        )
+    for name, kind in _FIELDS.items():
+        if not isinstance(document.get(name), kind):
+            raise InputError(f"{where}: field {name!r} is {document.get(name)!r}, not {kind}")
+    return dict(document)
+
+
+def read_document(folder: Path) -> dict[str, Any]:
+    """metadata.json of ``folder``; raises as `decode` does."""
+    path = folder / METADATA
+    try:
+        return decode(path.read_bytes(), path)
+    except FileNotFoundError:
+        raise DamagedError(f"{path} is missing") from None
+
+
+def check_jsonable(value: Any, where: str) -> None:
+    """Refuse what JSON would not give back: tuples come back as lists, everything else as it is.
+
+    Raises:
+        InputError: Names the place and the type.
+    """
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise InputError(f"{where}: key {key!r} is no string, as keys in JSON must be")
+            check_jsonable(item, f"{where}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            check_jsonable(item, f"{where}[{i}]")
+    elif not isinstance(value, str | int | float | bool | None):
+        raise InputError(
+            f"{where} is of type {type(value).__name__}, which a checkpoint does not hold: give "
+            f"numbers, strings, lists and dicts"
+        )
