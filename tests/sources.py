@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-
 from rowmesh.data import SyntheticClicks
 from rowmesh.errors import InputError
 from rowmesh.features import Batch, KeyedJaggedTensor

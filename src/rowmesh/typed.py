@@ -45,10 +45,7 @@ def build(kind: Any, value: Any, where: str, *, fault: Fault = InputError) -> An
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         return _build_dataclass(kind, value, where, fault)
     if origin in (tuple, collections.abc.Sequence):
-        if not isinstance(value, list):
-            raise fault(f"{where} must be a list, got {value!r}")
-        item = typing.get_args(kind)[0]
-        return tuple(build(item, v, f"{where}[{i}]", fault=fault) for i, v in enumerate(value))
+        return _build_list(kind, value, where, fault)
     if origin in (dict, collections.abc.Mapping):
         if not isinstance(value, dict):
             raise fault(f"{where} must be an object, got {value!r}")
@@ -105,6 +102,19 @@ def _build_text(kind: Any, value: Text, where: str, fault: Fault) -> Any:
         with contextlib.suppress(fault):
             return build(kind, reading, where, fault=fault)
     return build(kind, readings[0], where, fault=fault)
+
+
+def _build_list(kind: Any, value: Any, where: str, fault: Fault) -> tuple[Any, ...]:
+    """A tuple of one type throughout, or, as in ``tuple[str, int]``, of one type a place."""
+    if not isinstance(value, list):
+        raise fault(f"{where} must be a list, got {value!r}")
+    items = typing.get_args(kind)
+    if typing.get_origin(kind) is not tuple or items[-1] is Ellipsis:
+        items = items[:1] * len(value)
+    if len(items) != len(value):
+        raise fault(f"{where} must be a list of {len(items)}, got {value!r}")
+    pairs = enumerate(zip(items, value, strict=True))
+    return tuple(build(item, v, f"{where}[{i}]", fault=fault) for i, (item, v) in pairs)
 
 
 def _build_word(kind: Any, value: Any, where: str, fault: Fault) -> Any:
