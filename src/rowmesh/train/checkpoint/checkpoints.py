@@ -102,8 +102,13 @@ class Checkpoints:
             save.begin()
             return save
 
+        def on_failure(kind: str) -> str:
+            if mesh.rank == 0:
+                self._folders.drop(step)
+            return ""
+
         save, problem = attempt(begin)
-        agree(mesh, None, problem)
+        agree(mesh, None, problem, on_failure=on_failure)
         assert save is not None
         if asynchronous:
             save = save.staged()
@@ -157,7 +162,7 @@ class Checkpoints:
             All ranks.
         """
         self.wait()
-        chosen, problem = attempt(lambda: self._choose(step))
+        chosen, problem = attempt(lambda: self._choose(step) if mesh.rank == 0 else None)
         step = agree(mesh, chosen, problem)[0]
         assert step is not None
 
@@ -188,5 +193,8 @@ class Checkpoints:
         for earlier in reversed([s for s in self._folders.steps() if s < step]):
             _, problem = attempt(lambda: check_all(self._folders.of(earlier)))  # noqa: B023
             if problem is None:
-                return f"; the checkpoint of step {earlier} is intact: load step={earlier}"
+                return (
+                    f"; the checkpoint of step {earlier} is intact: load step={earlier}, or delete "
+                    f"the damaged folder"
+                )
         return "; no earlier checkpoint is intact"

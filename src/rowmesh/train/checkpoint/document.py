@@ -39,6 +39,8 @@ DTYPES: Final = {
     )
 }
 _HEAD: Final = '{"sha256": "%s",\n'
+_TABLE: Final = {"rows", "dim", "dtype", "shards"}
+_TENSOR: Final = {"shape", "dtype", "chunks"}
 _FIELDS: Final = {
     "step": int,
     "world": int,
@@ -101,6 +103,14 @@ def decode(data: bytes, where: Path) -> dict[str, Any]:
     for name, kind in _FIELDS.items():
         if not isinstance(document.get(name), kind):
             raise InputError(f"{where}: field {name!r} is {document.get(name)!r}, not {kind}")
+    for name, table in document["tables"].items():
+        if not isinstance(table, dict) or not table.keys() >= _TABLE:
+            raise InputError(f"{where}: table {name!r} is {table!r}, without {sorted(_TABLE)}")
+    for key, entry in document["tensors"].items():
+        if not isinstance(entry, dict) or not entry.keys() >= _TENSOR:
+            raise InputError(f"{where}: tensor {key!r} is {entry!r}, without {sorted(_TENSOR)}")
+        if entry["dtype"] not in DTYPES:
+            raise InputError(f"{where}: tensor {key!r} is of unknown type {entry['dtype']!r}")
     return dict(document)
 
 

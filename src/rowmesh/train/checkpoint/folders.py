@@ -5,7 +5,6 @@ that is saved anew is ``step_000123.replaced`` for the moment between two rename
 long as its successor is not there.
 """
 
-import contextlib
 import os
 import re
 import shutil
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from rowmesh.errors import InputError
-from rowmesh.train.checkpoint.document import METADATA, read_document
+from rowmesh.train.checkpoint.document import METADATA, DamagedError, read_document
 
 __all__ = ["Folders"]
 
@@ -43,11 +42,15 @@ class Folders:
         return found[step]
 
     def latest(self) -> int | None:
-        """The newest step whose metadata.json is as it was written."""
+        """The newest step whose metadata.json is as it was written, also by a newer version."""
         for step in reversed(self.steps()):
-            with contextlib.suppress(InputError, OSError):
+            try:
                 read_document(self.of(step))
-                return step
+            except (DamagedError, OSError):
+                continue
+            except InputError:
+                pass
+            return step
         return None
 
     def partial(self, step: int) -> Path:
@@ -82,9 +85,9 @@ class Folders:
         _sync(self.root)
         shutil.rmtree(replaced, ignore_errors=True)
 
-    def keep(self, number: int) -> None:
-        """Delete all complete checkpoints but the newest ``number``."""
-        for step in self.steps()[:-number]:
+    def keep(self, number: int, *, saved: int) -> None:
+        """Delete all complete checkpoints but the newest ``number`` and the one just saved."""
+        for step in [s for s in self.steps()[:-number] if s != saved]:
             path = self.of(step)
             gone = self.partial(step)
             os.rename(path, gone)  # nobody may take a half deleted folder for a complete one

@@ -1,5 +1,7 @@
 """One load: what is checked before anything changes, what each rank reads, what is set after."""
 
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 
 from rowmesh.comm.mesh import Mesh
 from rowmesh.errors import InputError
-from rowmesh.runtime.boxes import TableTensor, table_tensors
+from rowmesh.runtime.boxes import table_tensors
 from rowmesh.runtime.optimizer import Optimizer
 from rowmesh.train.checkpoint.document import DTYPES, read_document
 from rowmesh.train.checkpoint.fit import check_fit
@@ -29,58 +31,30 @@ class Load:
 
     Args:
         document: From metadata.json.
-        tables: This rank's parts of the tables, to be filled.
-        dense: The model's dense parameters and buffers, to be filled.
+        run: Reads everything into its place.
         states: Memory for the dense optimiser's state.
         random: Memory for the random generators' states.
     """
 
-    folder: Path
     optimizer: Optimizer | None
     mesh: Mesh
     document: dict[str, Any] = field(repr=False)
-    tables: dict[str, TableTensor] = field(repr=False)
-    dense: dict[str, Tensor] = field(repr=False)
+    run: Callable[[], None]
     states: dict[str, Tensor] = field(repr=False)
-    random: dict[str, Tensor] = field(repr=False)
-
-    def check(self) -> None:
-        """Compare everything this rank will read with its checksums."""
-        self._run(check_only=True)
+    random: Tensor = field(repr=False)
 
     def read(self) -> None:
-        """Read it into its place."""
-        self._run(check_only=False)
-
-    @torch.no_grad()
-    def _run(self, *, check_only: bool) -> None:
-        """DCP's sequence of calls for one rank, which needs no process group."""
-        from rowmesh.train.checkpoint.planning import BoxLoadPlanner
-        from rowmesh.train.checkpoint.storage import BoxReader
-
-        reader, planner = BoxReader(self.folder), BoxLoadPlanner()
-        wanted: dict[str, Any] = self.tables | self.dense | self.states | self.random
-        is_first = self.mesh.rank == 0
-        try:
-            metadata = reader.read_metadata()
-            reader.set_up_storage_reader(metadata, is_coordinator=is_first)
-            planner.set_up_planner(wanted, metadata, is_coordinator=is_first)
-            plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
-            if check_only:
-                reader.check(plan)
-            else:
-                reader.read_data(plan, planner).wait()
-        except OSError as error:
-            raise InputError(f"cannot read the checkpoint {self.folder}: {error}") from None
+        """Read tables and dense parameters into their place, the rest into memory of its own."""
+        with torch.no_grad(), _from_disk():
+            self.run()
 
     def restore(self) -> None:
-        """Set what `read` has not read straight into its place."""
+        """Set what `read` has read into memory of its own."""
         if self.optimizer is not None:
             restore_optimizer(self.optimizer, self.document["dense_optimizer"], self.states)
             self.optimizer.param_groups[-1].update(self.document["sparse_group"])
-        (saved,) = self.random.values()
         derive = self.mesh.world != self.document["world"]
-        restore_random_state(saved, rank=self.mesh.rank, derive=derive)
+        restore_random_state(self.random, rank=self.mesh.rank, derive=derive)
 
 
 def prepare(folder: Path, model: nn.Module, optimizer: Optimizer | None, mesh: Mesh) -> Load:
@@ -91,27 +65,56 @@ def prepare(folder: Path, model: nn.Module, optimizer: Optimizer | None, mesh: M
         InputError: If it does not fit or is damaged.
     """
     check_drained(model, optimizer)
-    document = read_document(folder)
+    with _from_disk():
+        document = read_document(folder)
     described = document["tensors"]
     tables = table_tensors(model)
     if optimizer is None:
         tables = {key: value for key, value in tables.items() if key.endswith(".weight")}
     dense = dense_tensors(model)
     check_fit(document, tables | dense, model=model, optimizer=optimizer)
-    is_state = [key for key in described if key.startswith("dense_state.")]
-    random = f"random.{mesh.rank if mesh.world == document['world'] else 0}"
-    load = Load(
-        folder=folder,
+    states = {k: _empty(v) for k, v in described.items() if k.startswith("dense_state.")}
+    states = {} if optimizer is None else states
+    generators = f"random.{mesh.rank if mesh.world == document['world'] else 0}"
+    if generators not in described:
+        raise InputError(f"{generators!r} is not in the checkpoint {folder}")
+    random = _empty(described[generators])
+    wanted: dict[str, Any] = tables | dense | states | {generators: random}
+    return Load(
         optimizer=optimizer,
         mesh=mesh,
         document=document,
-        tables=tables,
-        dense=dense,
-        states={} if optimizer is None else {key: _empty(described[key]) for key in is_state},
-        random={random: _empty(described[random])},
+        run=_checked(folder, wanted, is_first=mesh.rank == 0),
+        states=states,
+        random=random,
     )
-    load.check()
-    return load
+
+
+def _checked(folder: Path, wanted: dict[str, Any], *, is_first: bool) -> Callable[[], None]:
+    """Compare all that will be read with its checksums; returns what reads it.
+
+    This is DCP's sequence of calls for one rank, which needs no process group.
+    """
+    from rowmesh.train.checkpoint.planning import BoxLoadPlanner
+    from rowmesh.train.checkpoint.storage import BoxReader
+
+    reader, planner = BoxReader(folder), BoxLoadPlanner()
+    with _from_disk():
+        metadata = reader.read_metadata()
+        reader.set_up_storage_reader(metadata, is_coordinator=is_first)
+        planner.set_up_planner(wanted, metadata, is_coordinator=is_first)
+        plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+        reader.check(plan)
+    return lambda: reader.read_data(plan, planner).wait()
+
+
+@contextlib.contextmanager
+def _from_disk() -> Iterator[None]:
+    """Trouble with the disk becomes a sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"cannot read the checkpoint: {error}") from None
 
 
 def _empty(entry: dict[str, Any]) -> Tensor:
@@ -127,8 +130,6 @@ def check_all(folder: Path) -> None:
     from rowmesh.train.checkpoint.storage import BoxReader
 
     reader = BoxReader(folder)
-    try:
+    with _from_disk():
         reader.set_up_storage_reader(reader.read_metadata(), is_coordinator=True)
         reader.check()
-    except OSError as error:
-        raise InputError(f"cannot read the checkpoint {folder}: {error}") from None

@@ -112,7 +112,7 @@ class Save:
         self._check_whole(tensors)
         files = [FILE.format(rank) for rank in range(len(everyone))]
         self.folders.finish(self.step, encode(self.document | {"files": files, "tensors": tensors}))
-        self.folders.keep(keep_last)
+        self.folders.keep(keep_last, saved=self.step)
 
     def _check_whole(self, tensors: dict[str, dict[str, Any]]) -> None:
         """Every row and column of every table has been written once."""
