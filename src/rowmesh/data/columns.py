@@ -80,13 +80,18 @@ def _jagged(name: str, column: Any, num_rows: int | None) -> JaggedTensor:
         column = column.detach().numpy()
     bags = _bags(name, column)
     ids = _ids(name, bags, num_rows)
+    ids = np.require(ids, requirements="W")  # torch warns of memory it must not write, as Arrow's
     return JaggedTensor(torch.from_numpy(ids), torch.from_numpy(bags.lengths.astype(np.int32)))
 
 
 def _jagged_tensor(name: str, column: Tensor) -> JaggedTensor:
     if column.dtype.is_floating_point or column.dtype.is_complex or column.dtype == torch.bool:
         raise InputError(f"column {name!r} is {column.dtype}, but ids must be {_KINDS}")
-    return KeyedJaggedTensor.from_dense({name: column.to(torch.int64)})[name]
+    if column.dim() not in (1, 2):
+        raise InputError(f"column {name!r} must be [B] or [B, P], got {list(column.shape)}")
+    each = 1 if column.dim() == 1 else column.shape[1]
+    lengths = torch.full((len(column),), each, dtype=torch.int32, device=column.device)
+    return JaggedTensor(column.to(torch.int64).reshape(-1), lengths)
 
 
 def _ids(name: str, bags: _Bags, num_rows: int | None) -> npt.NDArray[np.int64]:

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import count
 
-from rowmesh.data.rows import Layout, Rows
+from rowmesh.data.rows import Layout, Piece, Rows
 from rowmesh.data.streams import Deal, Part
 from rowmesh.errors import InputError
 from rowmesh.features import Batch
@@ -39,7 +39,7 @@ class Reader:
         self._steps = count(start) if end is None else iter(range(start, end))
         self._schedule = deal.schedule(streams, start=start, end=end)
         self._next = next(self._schedule, None)
-        self._waiting: dict[int, deque[Rows]] = {stream: deque() for stream in streams}
+        self._waiting: dict[int, deque[Piece]] = {stream: deque() for stream in streams}
         self._needed: deque[int] = deque()  # steps of the parts that no batch has reached
         self._group: tuple[int, Rows] | None = None  # the row group decoded last
         self._row_order = functools.lru_cache(maxsize=1)(deal.row_order)
@@ -52,7 +52,7 @@ class Reader:
                 self._decode(self._next)
             while self._needed and self._needed[0] <= step:
                 self._needed.popleft()
-            pieces = [rows for stream in self._streams for rows in self._take(stream, step)]
+            pieces = [piece for stream in self._streams for piece in self._take(stream, step)]
             yield Rows.to_batch(pieces, self._layout)
 
     def look_ahead(self) -> bool:
@@ -75,17 +75,19 @@ class Reader:
             self._group = part.group, self._load(part.group)
         order = self._row_order(part.epoch, part.group)
         rows = self._group[1].take(order[part.first : part.last])
-        self._waiting[part.stream].append(rows)
+        self._waiting[part.stream].append(Piece(rows, 0, len(rows)))
         self._needed.append(part.needed)
         self._next = next(self._schedule, None)
 
-    def _take(self, stream: int, step: int) -> Iterator[Rows]:
+    def _take(self, stream: int, step: int) -> Iterator[Piece]:
         """This step's rows of a stream, off the front of what is decoded."""
         waiting, left = self._waiting[stream], self._deal.rows_at(stream, step)
         while left:
-            rows = waiting.popleft()
-            if len(rows) > left:
-                waiting.appendleft(rows.part(left, len(rows)))
-                rows = rows.part(0, left)
-            left -= len(rows)
-            yield rows
+            rows, first, end = waiting[0]
+            last = min(first + left, end)
+            yield Piece(rows, first, last)
+            left -= last - first
+            if last == end:
+                waiting.popleft()
+            else:
+                waiting[0] = Piece(rows, last, end)

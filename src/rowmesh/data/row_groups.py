@@ -2,6 +2,7 @@
 
 import glob
 import hashlib
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -96,9 +97,11 @@ class Files:
         self.names = list_files(path)
         self.groups: list[RowGroup] = []
         self._footers: dict[str, Any] = {}
+        self._versions: dict[str, tuple[int, int]] = {}
         lists: dict[str, bool] = {}
         for file in self.names:
             with _readable(file):
+                self._versions[file] = _version(file)
                 footer = import_arrow("pyarrow.parquet").read_metadata(file)
                 schema = footer.schema.to_arrow_schema()
             _check_schema(file, schema, columns)
@@ -137,10 +140,15 @@ class Files:
         """
         parquet, columns, layout = import_arrow("pyarrow.parquet"), self.columns, self.layout
         with _readable(group.file):
+            if _version(group.file) != self._versions[group.file]:
+                raise InputError(
+                    f"{group.file} has changed since the files were listed: start again, since "
+                    f"the order of the samples depends on all files"
+                )
             table = parquet.ParquetFile(
                 group.file,
                 metadata=self._footers[group.file],
-                read_dictionary=list(layout.features),  # strings: hash each distinct one once
+                read_dictionary=list(layout.singles),  # strings: hash each distinct one once
             ).read_row_group(group.number, columns=columns.names(), use_threads=False)
         singles = np.empty((len(layout.singles), group.num_rows), dtype=layout.id_type)
         values, offsets = [], []
@@ -163,6 +171,11 @@ class Files:
             values=values,
             offsets=offsets,
         )
+
+
+def _version(file: str) -> tuple[int, int]:
+    found = os.stat(file)
+    return found.st_size, found.st_mtime_ns
 
 
 @contextmanager

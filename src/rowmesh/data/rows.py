@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +10,7 @@ import torch
 
 from rowmesh.features import Batch, KeyedJaggedTensor
 
-__all__ = ["Layout", "Rows"]
+__all__ = ["Layout", "Piece", "Rows"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +37,14 @@ class Layout:
             values=[none] * len(self.lists),
             offsets=[np.zeros(1, dtype=np.int64)] * len(self.lists),
         )
+
+
+class Piece(NamedTuple):
+    """Rows ``[first, last)`` of some."""
+
+    rows: "Rows"
+    first: int
+    last: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -76,23 +84,13 @@ class Rows:
             offsets=offsets,
         )
 
-    def part(self, first: int, last: int) -> "Rows":
-        """Rows ``[first, last)``, not copied; offsets keep pointing into all values."""
-        return Rows(
-            labels=self.labels[first:last],
-            dense=self.dense[:, first:last],
-            singles=self.singles[:, first:last],
-            values=self.values,
-            offsets=[ends[first : last + 1] for ends in self.offsets],
-        )
-
     @staticmethod
-    def to_batch(pieces: Sequence["Rows"], layout: Layout) -> Batch:
-        """All rows of ``pieces``, one after the other, as a batch; none make an empty one."""
-        pieces = pieces or [layout.empty()]
-        labels = np.concatenate([p.labels for p in pieces])
-        dense = np.concatenate([p.dense for p in pieces], axis=1)
-        singles = np.concatenate([p.singles for p in pieces], axis=1)
+    def to_batch(pieces: Sequence[Piece], layout: Layout) -> Batch:
+        """Rows ``[first, last)`` of each piece, one after the other; no pieces, no samples."""
+        pieces = pieces or [Piece(layout.empty(), 0, 0)]
+        labels = np.concatenate([p.rows.labels[p.first : p.last] for p in pieces])
+        dense = np.concatenate([p.rows.dense[:, p.first : p.last] for p in pieces], axis=1)
+        singles = np.concatenate([p.rows.singles[:, p.first : p.last] for p in pieces], axis=1)
         valid = singles >= 0
         values, lengths = singles[valid], valid.astype(np.int32)
         if layout.lists:
@@ -110,19 +108,20 @@ class Rows:
 
 
 def _with_lists(
-    pieces: Sequence[Rows],
+    pieces: Sequence[Piece],
     layout: Layout,
     values: npt.NDArray[Any],
     lengths: npt.NDArray[np.int32],
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
     """Key-major values and lengths of all features, from those of the single ones."""
-    ends = np.cumsum(lengths.sum(axis=1))[:-1]
-    found = dict(
-        zip(layout.singles, zip(np.split(values, ends), lengths, strict=True), strict=True)
-    )
+    ends = np.concatenate(([0], np.cumsum(lengths.sum(axis=1))))
+    found = {
+        name: (values[ends[f] : ends[f + 1]], lengths[f]) for f, name in enumerate(layout.singles)
+    }
     for f, name in enumerate(layout.lists):
-        ids = [p.values[f][p.offsets[f][0] : p.offsets[f][-1]] for p in pieces]
-        bags = np.concatenate([np.diff(p.offsets[f]) for p in pieces]).astype(np.int32)
+        bounds = [p.rows.offsets[f][p.first : p.last + 1] for p in pieces]
+        ids = [p.rows.values[f][b[0] : b[-1]] for p, b in zip(pieces, bounds, strict=True)]
+        bags = np.concatenate([np.diff(b) for b in bounds]).astype(np.int32)
         found[name] = np.concatenate(ids), bags
     parts = [found[name] for name in layout.features]
     return np.concatenate([ids for ids, _ in parts]), np.concatenate([bags for _, bags in parts])

@@ -80,7 +80,7 @@ class Deal:
         """N."""
         return sum(self.sizes)
 
-    @property
+    @functools.cached_property
     def num_steps(self) -> int:
         """Steps of an epoch."""
         return -(-self.num_rows // (self.streams * self.rows_per_step))
@@ -119,7 +119,7 @@ class Deal:
     def _epoch(self, epoch: int, streams: range, *, skip: int) -> list[Part]:
         order = self._group_order(epoch)
         ends = np.cumsum(np.asarray(self.sizes, dtype=np.int64)[order])
-        parts: list[Part] = []
+        parts: list[tuple[int, int, Part]] = []
         for stream in streams:
             first, last = self.bounds(stream)
             at = first + skip * self.rows_per_step
@@ -129,9 +129,10 @@ class Deal:
                 begin = end - self.sizes[group]
                 step = epoch * self.num_steps + (at - first) // self.rows_per_step
                 part = Part(epoch, stream, group, at - begin, min(end, last) - begin, step)
-                parts.append(part)
+                parts.append((step, place, part))
                 at, place = end, place + 1
-        return sorted(parts, key=lambda part: (part.needed, part.group, part.stream))
+        # By place: a stream's parts stay in its order, and those of one group meet.
+        return [part for _, _, part in sorted(parts)]
 
     def _group_order(self, epoch: int) -> _Ids:
         if self.seed is None:
