@@ -1,6 +1,16 @@
-"""What a plan costs: bytes exactly, for given batches; expected bytes, from statistics."""
+"""What a plan costs: exact bytes of given batches; expected bytes and seconds from statistics."""
 
 from rowmesh.cost.analytic import predict
-from rowmesh.cost.expected import Expected, expect_dense, expect_table
+from rowmesh.cost.expected import expect_dense, expect_plan, expect_table
+from rowmesh.cost.load import Load
+from rowmesh.cost.seconds import Rates, step_seconds
 
-__all__ = ["Expected", "expect_dense", "expect_table", "predict"]
+__all__ = [
+    "Load",
+    "Rates",
+    "expect_dense",
+    "expect_plan",
+    "expect_table",
+    "predict",
+    "step_seconds",
+]

@@ -1,58 +1,210 @@
-"""Expected bytes of one table under one setting, from statistics: what planners compare."""
+"""Expected bytes of a table, of the dense layers and of a plan, from statistics alone.
 
+The formulas are those of docs/planner.md. Planners compare them; `predict` counts exactly, but
+needs the batches.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rowmesh.placement import Copies, Exchange, TablePlan
+import numpy as np
+from numpy.typing import NDArray
+
+from rowmesh.cost.load import LINES, Load, Part, lay, no_load
+from rowmesh.errors import PlanError
+from rowmesh.placement import Copies, Exchange, Plan, TablePlan
+from rowmesh.placement.columns import num_blocks
+from rowmesh.placement.memory import RULE_STATES, RuleState
 from rowmesh.stats import Accesses
+from rowmesh.topology import Topology
 
-__all__ = ["Expected", "expect_dense", "expect_table"]
+__all__ = ["expect_dense", "expect_parts", "expect_plan", "expect_table"]
 
-_ID_BYTES = 4
+_ID = 4.0
+_ROWWISE = RULE_STATES["rowwise_adagrad"]
+_NOTHING = np.zeros(LINES)
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
-    """Mean bytes a rank sends in a step because of one table, all links together."""
+class _Use:
+    """Means of one rank's batch: q requests, d distinct rows, b bags; U rows of all ranks."""
 
-    forward: float
-    backward: float
-
-    @property
-    def total(self) -> float:
-        """Both directions."""
-        return self.forward + self.backward
-
-
-def expect_dense(elements: int, *, world: int) -> float:
-    """Bytes a rank sends for dense buckets of so many elements in all: 2 (W - 1) / W of them."""
-    return 8.0 * elements * (world - 1) / world
+    q: float
+    d: float
+    b: float
+    union: float
+    trained: float  # 1, or 0 for a frozen table
+    weight: float  # bytes of a sample weight
 
 
-def expect_table(table: TablePlan, accesses: Accesses, *, world: int) -> Expected:
-    """Expected bytes per rank and step; d distinct rows, b bags, q requests of one rank.
+def expect_table(
+    table: TablePlan, accesses: Accesses, *, topology: Topology, state: RuleState = _ROWWISE
+) -> Load:
+    """What one table adds to every rank's bytes in a training step.
 
-    With n owners among W ranks, away = (W - 1) / W, s and g the bytes of a row and a gradient:
-    rows: away * d * (s + id) forward, away * d * g backward (q for d without dedup);
-    pooled: p = b n (1 - (1 - 1/n)^(q/b)) partial sums, away * (p g + q id) forward (and 4 q for
-    sample weights), away * p g backward;
-    copies: away * d * id forward, away * (d g + U (g + id)) backward, U the rows any rank
-    touches, ids at most a bit for every row of the table.
+    Every rank is a source, and every column piece is asked for by itself. With n owners of a
+    piece, s and g = 4 x columns the bytes of its rows and gradients, per (source, owner):
+    `rows`: d/n id + d/n g there, d/n s back (q for d without dedup);
+    `pooled`: q/n id + p g there, p g back, p = b (1 - (1 - 1/n)^(q/b)), and 4 q/n of weights;
+    `pooled` with rows=host and n > 1, through the relay (h, l) of source (h', l): q id + b g
+    there, b g back; the relay and each owner as in `rows`, for one source of every host;
+    copies: d/W id + d/W g there, U/W (g + id) back, a set of ids at most a bit for every row.
+    Owners of a row in different pieces send 4 bytes a column block to each other for each of
+    their U/n touched rows, if the update rule adds squares. Frozen tables send nothing back.
+
+    Raises:
+        PlanError: If the table has hot sets or copies per host.
     """
-    away = (world - 1) / world
-    gradient, row = 4 * table.embedding_dim, table.row_bytes
-    d, b, q = accesses.distinct, accesses.bags, accesses.requests
-    scale = 1.0 if table.trainable else 0.0
-    if table.rest.copies is Copies.WORLD:
-        union = min(float(table.num_embeddings), accesses.union(world))
-        known = min(union, table.num_embeddings / 32)  # a set travels as a list or a bitmap
-        sums = d * gradient + union * gradient + known * _ID_BYTES
-        asked = min(d, table.num_embeddings / 32)
-        return Expected(scale * away * asked * _ID_BYTES, scale * away * sums)
-    if table.exchange is Exchange.POOLED:
-        n = len(table.rest.ranks)
-        partial = b * n * (1 - (1 - 1 / n) ** (q / b)) if b else 0.0
-        weight = 4 if table.weighted else 0
-        forward = away * (partial * gradient + q * (_ID_BYTES + weight))
-        return Expected(forward, scale * away * partial * gradient)
-    asked = d if table.dedup else q
-    return Expected(away * asked * (row + _ID_BYTES), scale * away * asked * gradient)
+    parts = expect_parts(table, accesses, topology=topology, state=state)
+    return lay(parts, table.rest.ranks, topology=topology)
+
+
+def expect_parts(
+    table: TablePlan, accesses: Accesses, *, topology: Topology, state: RuleState = _ROWWISE
+) -> list[Part]:
+    """`expect_table` by column piece, before it is laid on ranks: only their number counts."""
+    tier = table.rest
+    if len(table.tiers) > 1 or tier.copies is Copies.HOST:
+        raise PlanError(f"table {table.name!r}: the bytes of {table.word} cannot be expected yet")
+    rows = float(table.num_embeddings)
+    use = _Use(
+        q=accesses.requests,
+        d=min(rows, accesses.distinct),
+        b=accesses.bags,
+        union=min(rows, accesses.union(topology.world)),
+        trained=float(table.trainable),
+        weight=4.0 if table.weighted else 0.0,
+    )
+    if tier.copies is Copies.WORLD:
+        return [_copies(table, use, topology)]
+    owners = len(tier.ranks) // tier.split.columns
+    widths = [last - first for first, last in table.columns()]
+    squares = 0.0
+    if len(widths) > 1 and table.trainable and state.adds_squares:
+        squares = 4.0 * use.union / owners
+    by_width = {w: _piece(table, use, topology, owners, w, squares) for w in set(widths)}
+    return [by_width[width] for width in widths]
+
+
+def _piece(
+    table: TablePlan, use: _Use, topology: Topology, n: int, columns: int, squares: float
+) -> Part:
+    row, gradient = table.row_bytes / table.embedding_dim * columns, 4.0 * columns
+    trained = use.trained * gradient  # bytes of a gradient, if there is one
+    update = 2.0 * use.trained * use.union / n * row
+    d = use.d if table.dedup or table.exchange is Exchange.POOLED else use.q
+    read = topology.world * d / n * (row + trained) + update
+    host = _NOTHING
+    if table.exchange is Exchange.ROWS:
+        base, near, owner = _direct(
+            topology, n, out=d / n * _ID, back=d / n * row, gradient=d / n * trained
+        )
+        base[8], owner[8], kind = use.q * gradient + d * trained, read, "rows"
+    elif table.rest.split.rows == "host" and n > 1:
+        base, host, owner = _relayed(topology, n, use, row, gradient)
+        near, owner[8], kind = _NOTHING, read, "relayed"
+    else:
+        sums = use.b * (1.0 - (1.0 - 1.0 / n) ** (use.q / use.b)) if use.b else 0.0
+        ids = use.q / n * (_ID + use.weight)
+        base, near, owner = _direct(
+            topology, n, out=ids, back=sums * gradient, gradient=sums * trained
+        )
+        base[8], kind = n * sums * (gradient + trained), "pooled"
+        owner[8] = topology.world * use.q / n * (row + trained) + update
+    blocks = num_blocks(table.embedding_dim)
+    amount = squares * columns * blocks / table.embedding_dim
+    owner[2] += amount * (table.rest.split.columns - 1)
+    owner[3] += squares * blocks - amount  # of all other pieces
+    return Part(kind, base, near, host, owner, amount)
+
+
+_Lines = NDArray[np.float64]
+
+
+def _direct(
+    topology: Topology, n: int, *, out: float, back: float, gradient: float
+) -> tuple[_Lines, _Lines, _Lines]:
+    """Base, near and owner lines of n owners.
+
+    Each rank sends each owner ``out`` bytes and, in backward, ``gradient``; ``back`` come back.
+    """
+    base, near, owner = np.zeros(LINES), np.zeros(LINES), np.zeros(LINES)
+    near_ranks, far_ranks = topology.local - 1, topology.world - topology.local
+    for first, there, again in ((0, out + gradient, back), (4, gradient, 0.0)):
+        base[first + 2 : first + 4] = n * there, n * again
+        near[first : first + 4] = there, again, -there, -again
+        inside = again * near_ranks - there, there * near_ranks - again
+        owner[first : first + 4] = *inside, again * far_ranks, there * far_ranks
+    return base, near, owner
+
+
+def _relayed(
+    topology: Topology, n: int, use: _Use, row: float, gradient: float
+) -> tuple[_Lines, _Lines, _Lines]:
+    """Base, host and owner lines of an exchange through the relays of the owners' host."""
+    hosts, local = topology.hosts, topology.local
+    vector, trained, share = use.b * gradient, use.trained * gradient, hosts * use.d / n
+    base, host, owner = np.zeros(LINES), np.zeros(LINES), np.zeros(LINES)
+    for first, there, back, ask, answer in (
+        (
+            0,
+            use.q * (_ID + use.weight) + use.b * trained,
+            vector,
+            share * (_ID + trained),
+            share * row,
+        ),
+        (4, use.b * trained, 0.0, share * trained, 0.0),
+    ):
+        base[first + 2 : first + 4] = there, back
+        across = back * (hosts - 1) - there, there * (hosts - 1) - back
+        host[first : first + 4] = n * ask, n * answer, *across
+        owner[first : first + 2] = answer * (local - 1) - ask, ask * (local - 1) - answer
+    base[8], host[8] = vector + use.b * trained, hosts * (use.q * gradient + use.d * trained)
+    return base, host, owner
+
+
+def _copies(table: TablePlan, use: _Use, topology: Topology) -> Part:
+    world, gradient = topology.world, 4.0 * table.embedding_dim
+    base, near, owner = np.zeros(LINES), _NOTHING, np.zeros(LINES)
+    if table.trainable:
+        bits = table.num_embeddings / 32.0  # a set travels as a list or a bitmap
+        out = min(use.d, bits) * _ID + use.d * gradient
+        sums = min(use.union, bits) * _ID + use.union * gradient
+        base, near, owner = _direct(
+            topology, world, out=out / world, back=sums / world, gradient=0.0
+        )
+        for lines in (base, near, owner):  # all of it is backward
+            lines[4:8] = lines[:4]
+        base[8] = 2.0 * use.d * gradient + use.union * (gradient + 2.0 * table.row_bytes)
+    base[8] += use.q * gradient
+    return Part("copies" if table.trainable else "", base, near, _NOTHING, owner)
+
+
+def expect_dense(elements: int, *, topology: Topology, tree: str = "flat") -> Load:
+    """What dense buckets of so many elements in all add to every rank's bytes.
+
+    flat: a chunk to every rank and its sum back, 2 (W - 1) / W of 4 x elements. host-first: in
+    the host 4 x elements (L - 1) / L, across 2 (H - 1) / H of 4 x elements / L, in the host again.
+    """
+    hosts, local, size = topology.hosts, topology.local, 4.0 * elements
+    load = no_load(topology.world)
+    if tree == "host-first":
+        links = [2.0 * size * (local - 1) / local] * 2
+        links += [2.0 * size / local * (hosts - 1) / hosts] * 2
+    else:
+        share = 2.0 * size / topology.world
+        links = [share * (local - 1)] * 2 + [share * (topology.world - local)] * 2
+    load.values[:4] += np.array(links)[:, None]
+    load.values[4:8] = load.values[:4]
+    return Load(load.values, frozenset({"dense"} if elements else ()))
+
+
+def expect_plan(
+    plan: Plan, accesses: Mapping[str, Accesses], *, state: RuleState = _ROWWISE
+) -> Load:
+    """The sum over the plan's tables and its dense buckets."""
+    topology = plan.mesh.topology
+    total = expect_dense(sum(plan.dense), topology=topology, tree=plan.tree)
+    for table in plan.tables:
+        total += expect_table(table, accesses[table.name], topology=topology, state=state)
+    return total

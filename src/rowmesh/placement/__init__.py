@@ -17,6 +17,7 @@ from rowmesh.placement.plan import (
     TablePlan,
     Tier,
 )
+from rowmesh.placement.why import Why
 
 __all__ = [
     "PLAN_VERSION",
@@ -33,6 +34,7 @@ __all__ = [
     "Sync",
     "TablePlan",
     "Tier",
+    "Why",
     "load_plan",
     "plan_from_json",
     "plan_to_json",

@@ -7,6 +7,7 @@ from typing import Literal
 from rowmesh.errors import PlanError, did_you_mean
 from rowmesh.placement.columns import column_bounds
 from rowmesh.placement.homes import Homes
+from rowmesh.placement.why import Why
 from rowmesh.tables import BYTES_OF, PoolingType, parse_dtype
 from rowmesh.topology import Topology
 
@@ -134,6 +135,7 @@ class TablePlan:
     """One table: what it is, and its tiers.
 
     ``virtual_shards`` (S) is fixed when the table is created and never changes with the plan.
+    ``why`` is the planner's reason; plans that differ in it alone are equal.
     """
 
     name: str
@@ -150,6 +152,7 @@ class TablePlan:
     trainable: bool = True
     weighted: bool = False
     tower: str | None = None
+    why: Why | None = field(default=None, compare=False)
 
     @property
     def row_bytes(self) -> int:

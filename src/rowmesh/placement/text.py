@@ -1,29 +1,16 @@
 """A plan as a table that fits 100 columns."""
 
-from rowmesh.placement.homes import Homes
+from rowmesh.placement.memory import bytes_per_rank
 from rowmesh.placement.plan import Copies, Plan, TablePlan
 
-__all__ = ["bytes_per_rank", "render"]
+__all__ = ["bytes_per_rank", "render", "render_why", "shorten"]
 
 _GIB = 1 << 30
 
 
-def bytes_per_rank(plan: Plan, *, state_bytes_per_row: int = 4) -> list[int]:
-    """Bytes of weights and optimiser state on each rank (row-wise AdaGrad: 4 a row).
-
-    Rows of a hot set are counted where they are copied, and their homes too.
-    """
-    totals = [0] * (plan.mesh.hosts * plan.mesh.local)
-    for table in plan.tables:
-        for tier in table.tiers:
-            num_rows = table.num_embeddings if tier.rows == "rest" else tier.rows.count
-            row = table.row_bytes // tier.split.columns + state_bytes_per_row
-            whole = tier.split.kind == "whole" or tier.split.rows == "none"
-            num_owners = 1 if whole else max(1, len(tier.ranks) // tier.split.columns)
-            homes = Homes(num_rows, table.virtual_shards, num_owners)
-            for index, rank in enumerate(tier.ranks):
-                totals[rank] += homes.num_slots(index % num_owners) * row
-    return totals
+def shorten(text: str, width: int) -> str:
+    """``text`` in at most ``width`` columns."""
+    return text if len(text) <= width else text[: width - 3] + "..."
 
 
 def _ranks(table: TablePlan, world: int) -> str:
@@ -32,6 +19,18 @@ def _ranks(table: TablePlan, world: int) -> str:
         return "all"
     text = ",".join(map(str, ranks))
     return text if len(text) <= 10 else f"{len(ranks)} ranks"
+
+
+def _row(table: TablePlan, world: int) -> str:
+    name, word = shorten(table.name, 24), shorten(table.word, 24)
+    local = all(t.copies is Copies.WORLD for t in table.tiers)
+    travels = "none" if local else table.exchange.value
+    if not local and table.exchange.value == "rows" and not table.dedup:
+        travels += " no dedup"
+    return (
+        f"{name:<24} {table.num_embeddings:>13,} {table.embedding_dim:>5} "
+        f"{table.data_type:>4}  {word:<24} {travels:<12} {_ranks(table, world)}"
+    )
 
 
 def render(plan: Plan, *, max_tables: int = 40) -> str:
@@ -44,19 +43,8 @@ def render(plan: Plan, *, max_tables: int = 40) -> str:
         f"exactness {label}: {label.meaning}",
         f"{'table':<24} {'rows':>13} {'dim':>5} {'type':>4}  {'split':<24} {'exchange':<12} ranks",
     ]
-    for table in plan.tables[:max_tables]:
-        name = table.name if len(table.name) <= 24 else table.name[:21] + "..."
-        word = table.word if len(table.word) <= 24 else table.word[:21] + "..."
-        local = all(t.copies is Copies.WORLD for t in table.tiers)
-        travels = "none" if local else table.exchange.value
-        if not local and table.exchange.value == "rows" and not table.dedup:
-            travels += " no dedup"
-        lines.append(
-            f"{name:<24} {table.num_embeddings:>13,} {table.embedding_dim:>5} "
-            f"{table.data_type:>4}  {word:<24} {travels:<12} {_ranks(table, world)}"
-        )
-    if len(plan.tables) > max_tables:
-        lines.append(f"... and {len(plan.tables) - max_tables} more tables")
+    lines += [_row(table, world) for table in plan.tables[:max_tables]]
+    lines += _more(plan, max_tables)
     gib = [b / _GIB for b in bytes_per_rank(plan)]
     digits = 2 if max(gib) >= 0.1 else 6
     shown = " ".join(f"{g:.{digits}f}" for g in gib[: 8 if digits == 2 else 4])
@@ -68,4 +56,34 @@ def render(plan: Plan, *, max_tables: int = 40) -> str:
             f"expected MB sent by a rank and step: {predicted.host_bytes / 1e6:.2f} inside hosts, "
             f"{predicted.cross_bytes / 1e6:.2f} across"
         )
+    if predicted.step_s is not None:
+        lines.append(f"expected ms of a step for tables and sums: {predicted.step_s * 1e3:.3f}")
     return "\n".join(lines)
+
+
+def render_why(plan: Plan, *, max_tables: int = 40) -> str:
+    """Why each table is placed as it is: the best other option, and what the choice saves."""
+    lines = [
+        "saved against the runner-up, all other tables as planned: KB sent by a rank, ms of a step",
+        f"{'table':<24} {'chosen':<22} {'runner-up':<22} {'KB':>11} {'ms':>9}",
+    ]
+    for table in plan.tables[:max_tables]:
+        why = table.why
+        chosen = table.word if why is None else why.chosen
+        line = f"{shorten(table.name, 24):<24} {shorten(chosen, 22):<22}"
+        if why is None or why.runner_up is None:
+            lines.append(f"{line} none")
+            continue
+        line += f" {shorten(why.runner_up, 22):<22} {_signed(why.bytes_saved / 1e3, 1):>11}"
+        lines.append(f"{line} {_signed(why.seconds_saved * 1e3, 4):>9}")
+    return "\n".join([*lines, *_more(plan, max_tables)])
+
+
+def _signed(value: float, digits: int) -> str:
+    """Rounded, without a minus before zero."""
+    return f"{round(value, digits) + 0.0:,.{digits}f}"
+
+
+def _more(plan: Plan, max_tables: int) -> list[str]:
+    more = len(plan.tables) - max_tables
+    return [f"... and {more} more tables"] if more > 0 else []

@@ -1,25 +1,21 @@
-"""The first planner: small tables on every rank, the rest by fewest expected bytes."""
+"""`make_plan`: from a model's tables, a topology and statistics to a plan."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import nn
 
-from rowmesh.cost import expect_dense, expect_table
+from rowmesh.cost import Load, Rates, expect_dense, expect_plan, step_seconds
 from rowmesh.errors import InputError, PlanError, did_you_mean
-from rowmesh.placement import (
-    Copies,
-    Exchange,
-    MeshShape,
-    Plan,
-    Predicted,
-    Split,
-    TablePlan,
-    Tier,
-)
+from rowmesh.placement import MeshShape, Plan, Predicted, TablePlan
 from rowmesh.placement.dense import bucket_elements
-from rowmesh.placement.text import bytes_per_rank
-from rowmesh.stats import Accesses, Stats
+from rowmesh.placement.memory import RULE_STATES
+from rowmesh.planners.constraints import Constraints
+from rowmesh.planners.greedy import Greedy
+from rowmesh.planners.options import Wishes, enumerate_units
+from rowmesh.planners.reasons import explain
+from rowmesh.planners.tally import Tally
+from rowmesh.stats import Stats
 from rowmesh.tables import (
     PoolingType,
     TableConfig,
@@ -31,11 +27,7 @@ from rowmesh.tables import (
 )
 from rowmesh.topology import Topology
 
-__all__ = ["make_plan", "plan_tables"]
-
-SMALL_TABLE_BYTES = 1 << 20
-_SPLITS = ("auto", "data_parallel", "row_wise", "table_wise")
-_EXCHANGES = ("auto", "pooled", "rows")
+__all__ = ["blank_table", "blank_tables", "make_plan", "plan_tables"]
 
 
 def make_plan(
@@ -47,45 +39,50 @@ def make_plan(
     exchange: str = "auto",
     dedup: bool = True,
     batch_size: int = 2048,
+    constraints: Constraints | None = None,
+    rates: Rates | None = None,
+    sparse: str = "rowwise_adagrad",
+    allow_inexact: bool = False,
+    on_progress: Callable[[float], None] = lambda share: None,
 ) -> Plan:
     """A plan for ``model`` on ``topology``, by reading its table configurations only.
 
     Args:
         model: Its collections may be on ``meta``, and may be TorchRec's.
-        topology: ``mesh.topology``, or that of a cluster far away.
+        topology: ``mesh.topology``, or that of a cluster far away. No rank holds more than its
+            ``memory_bytes``, if known.
         stats: Measured accesses; without them ids are assumed Zipf(1.05).
-        split: ``auto``, or one split for all tables: data_parallel, table_wise, row_wise.
-        exchange: ``auto`` (fewest expected bytes that keep the plan bit-exact), rows, pooled.
+        split: ``auto``, or one split for all tables: data_parallel, table_wise, row_wise,
+            column_wise, table_row_wise, grid. Tables that cannot be cut by columns stay whole.
+        exchange: ``auto`` (the fastest that keeps the plan bit-exact), rows, pooled.
         dedup: Ask for each distinct row once (`rows` exchange).
         batch_size: Samples per rank, where ``stats`` are not given.
+        constraints: Pins, tables kept together, a cap on the bytes of a rank.
+        rates: How fast the cluster is; the plan then predicts the seconds of a step too.
+        sparse: Update rule of the tables, whose state takes memory: rowwise_adagrad, adagrad,
+            adam or sgd.
+        allow_inexact: Whether ``auto`` may choose `pooled` for row-wise tables.
+        on_progress: Called now and then with the share of the work done, from 0 to 1.
 
     Raises:
-        InputError: If a word is unknown or a table has no statistics.
-        PlanError: If a rank's memory, where the topology knows it, does not hold its rows.
+        InputError: If a word or a constrained table is unknown, or a table has no statistics.
+        PlanError: If no placement obeys the constraints, or fits the memory of the ranks.
     """
-    tables: list[TablePlan] = []
-    configs: list[TableConfig] = []
-    for path, module, members in named_collections(model):
-        configs += members
-        tables += [
-            _blank(
-                config,
-                path,
-                trainable=is_trainable(module, config.name),
-                weighted=is_weighted(module),
-            )
-            for config in members
-        ]
-    stats = stats or Stats.assume(configs, batch_size=batch_size)
-    sizes = [p.numel() for p in dense_parameters(model) if p.requires_grad]
+    configs = [c for _, _, members in named_collections(model) for c in members]
+    tables, dense = blank_tables(model)
     return plan_tables(
         tables,
         topology,
-        stats=stats,
-        dense=bucket_elements(sizes),
+        stats=stats or Stats.assume(configs, batch_size=batch_size),
+        dense=dense,
         split=split,
         exchange=exchange,
         dedup=dedup,
+        constraints=constraints,
+        rates=rates,
+        sparse=sparse,
+        allow_inexact=allow_inexact,
+        on_progress=on_progress,
     )
 
 
@@ -98,43 +95,79 @@ def plan_tables(
     split: str = "auto",
     exchange: str = "auto",
     dedup: bool = True,
+    constraints: Constraints | None = None,
+    rates: Rates | None = None,
+    sparse: str = "rowwise_adagrad",
+    allow_inexact: bool = False,
+    on_progress: Callable[[float], None] = lambda share: None,
 ) -> Plan:
     """Fill in the tiers and exchanges of ``tables``; `make_plan` for tables without a model."""
-    for word, known, what in ((split, _SPLITS, "split"), (exchange, _EXCHANGES, "exchange")):
-        if word not in known:
-            raise InputError(f"unknown {what} {word!r}{did_you_mean(word, known)}")
-    for table in tables:
-        if table.name not in stats.tables:
-            raise InputError(f"table {table.name!r} has no statistics")
-    world = topology.world
-    choose = _chooser(split, exchange, dedup, world)
-    chosen = [choose(table, stats.tables[table.name]) for table in tables]
-    placed = _place_whole_tables(chosen, stats.tables, world)
-    total = sum(expect_table(t, stats.tables[t.name], world=world).total for t in placed)
-    total += expect_dense(sum(dense), world=world)
-    inside = (topology.local - 1) / max(world - 1, 1)
+    if sparse not in RULE_STATES:
+        raise InputError(f"unknown update rule {sparse!r}{did_you_mean(sparse, RULE_STATES)}")
+    names = [table.name for table in tables]
+    if twice := sorted({n for n in names if names.count(n) > 1}):
+        raise PlanError(f"tables planned more than once: {twice}")
+    wishes = Wishes(split=split, exchange=exchange, dedup=dedup, allow_inexact=allow_inexact)
+    constraints = constraints or Constraints()
+    units = enumerate_units(
+        tables, topology, accesses=stats.tables, wishes=wishes, constraints=constraints
+    )
+    tree = "host-first" if topology.hosts > 1 and topology.local > 1 else "flat"
+    fixed = expect_dense(sum(dense), topology=topology, tree=tree)
+    state, limit = RULE_STATES[sparse], _limit(topology, constraints)
+    tally = Tally(topology, rates=rates or Rates(), limit=limit, fixed=fixed)
+    greedy = Greedy(units, tally, state=state, on_progress=on_progress)
+    placed = greedy.place()
+    chosen = {
+        table.name: replace(table, why=why)
+        for (unit, where), why in zip(placed, explain(greedy, tally, placed, state), strict=True)
+        for table in where.draft.option.place_all(unit.tables, where.ranks)
+    }
+    found = tuple(chosen[name] for name in names)
+    on_progress(1.0)
     plan = Plan(
-        mesh=MeshShape(hosts=topology.hosts, local=topology.local, group=world),
-        tables=tuple(placed),
+        mesh=MeshShape(hosts=topology.hosts, local=topology.local, group=topology.world),
+        tables=found,
         dense=dense,
-        predicted=Predicted(host_bytes=total * inside, cross_bytes=total * (1 - inside)),
+        tree=tree,  # type: ignore[arg-type]
     ).validate()
-    _check_memory(plan, topology)
-    return plan
+    total = expect_plan(plan, stats.tables, state=state)
+    return replace(plan, predicted=_predicted(total, topology, rates))
 
 
-def _check_memory(plan: Plan, topology: Topology) -> None:
-    needed = bytes_per_rank(plan)
-    limit = topology.memory_bytes
-    rank = needed.index(max(needed))
-    if limit is not None and needed[rank] > limit:
-        raise PlanError(
-            f"rank {rank} needs {needed[rank] / 2**30:.2f} GiB for its rows and their state, but "
-            f"has {limit / 2**30:.2f}: add ranks, or split more tables row_wise"
+def _limit(topology: Topology, constraints: Constraints) -> int | None:
+    known = [topology.memory_bytes, constraints.max_bytes_per_rank]
+    return min((limit for limit in known if limit is not None), default=None)
+
+
+def _predicted(total: Load, topology: Topology, rates: Rates | None) -> Predicted:
+    return Predicted(
+        host_bytes=float(total.sent_host.mean()),
+        cross_bytes=float(total.sent_cross.mean()),
+        step_s=None if rates is None else step_seconds(total, topology=topology, rates=rates),
+    )
+
+
+def blank_tables(model: nn.Module) -> tuple[list[TablePlan], tuple[int, ...]]:
+    """The tables of a model, not yet placed, and the elements of its dense buckets."""
+    tables = [
+        blank_table(
+            config,
+            path,
+            trainable=is_trainable(module, config.name),
+            weighted=is_weighted(module),
         )
+        for path, module, members in named_collections(model)
+        for config in members
+    ]
+    sizes = [p.numel() for p in dense_parameters(model) if p.requires_grad]
+    return tables, bucket_elements(sizes)
 
 
-def _blank(config: TableConfig, path: str, *, trainable: bool, weighted: bool) -> TablePlan:
+def blank_table(
+    config: TableConfig, path: str = "", *, trainable: bool = True, weighted: bool = False
+) -> TablePlan:
+    """A table of the collection at ``path``, not yet placed."""
     return TablePlan(
         name=config.name,
         collection=path,
@@ -148,57 +181,3 @@ def _blank(config: TableConfig, path: str, *, trainable: bool, weighted: bool) -
         trainable=trainable,
         weighted=weighted,
     )
-
-
-def _chooser(
-    split: str, exchange: str, dedup: bool, world: int
-) -> Callable[[TablePlan, Accesses], TablePlan]:
-    ranks = tuple(range(world))
-    tiers = {
-        "data_parallel": Tier(ranks=ranks, copies=Copies.WORLD),
-        "row_wise": Tier(ranks=ranks, split=Split(kind="boxes", rows="all")),
-        "table_wise": Tier(ranks=(0,)),
-    }
-
-    def options(table: TablePlan) -> list[TablePlan]:
-        shards = max(table.virtual_shards, 16 * world)
-        table = replace(table, virtual_shards=shards, dedup=dedup)
-        sequence = table.pooling is PoolingType.NONE
-        found = []
-        for name in ("row_wise", "table_wise") if split == "auto" else (split,):
-            for word in Exchange if exchange == "auto" else (Exchange(exchange),):
-                inexact = name == "row_wise" and word is Exchange.POOLED and world > 1
-                if (word is Exchange.POOLED and sequence) or (exchange == "auto" and inexact):
-                    continue
-                found.append(replace(table, tiers=(tiers[name],), exchange=word))
-        if not found:  # a sequence table where `pooled` was asked for
-            return [replace(table, tiers=(tiers["row_wise" if split == "auto" else split],))]
-        return found
-
-    def choose(table: TablePlan, accesses: Accesses) -> TablePlan:
-        small = table.num_embeddings * table.row_bytes <= SMALL_TABLE_BYTES
-        if split == "auto" and (small or world == 1):
-            shards = max(table.virtual_shards, 16 * world)
-            tier = tiers["data_parallel" if small else "row_wise"]
-            return replace(table, virtual_shards=shards, tiers=(tier,), dedup=dedup)
-        return min(options(table), key=lambda t: expect_table(t, accesses, world=world).total)
-
-    return choose
-
-
-def _place_whole_tables(
-    tables: Sequence[TablePlan], accesses: Mapping[str, Accesses], world: int
-) -> list[TablePlan]:
-    """Table-wise tables, most expected bytes first, each to the rank with the least so far."""
-    load = [0.0] * world
-    rank_of: dict[str, int] = {}
-    whole = [t for t in tables if t.rest.copies is Copies.GROUP and t.rest.split.kind == "whole"]
-    cost = {t.name: expect_table(t, accesses[t.name], world=max(world, 2)).total for t in whole}
-    for table in sorted(whole, key=lambda t: (-cost[t.name], t.name)):
-        rank = load.index(min(load))
-        rank_of[table.name] = rank
-        load[rank] += cost[table.name]
-    return [
-        replace(t, tiers=(replace(t.rest, ranks=(rank_of[t.name],)),)) if t.name in rank_of else t
-        for t in tables
-    ]

@@ -1,0 +1,282 @@
+"""The greedy planner: largest first, each to the least busy ranks with room, then improvements.
+
+Several starts are placed (every table by its least mean cost, by its least peak, all by one
+split), or, if none fits, one by least memory; the best is improved unit by unit until no move
+gains.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rowmesh.errors import PlanError
+from rowmesh.placement.memory import RuleState
+from rowmesh.planners.constraints import SPLITS
+from rowmesh.planners.drafts import Draft, draft, scale_to_seconds
+from rowmesh.planners.options import Option, Unit
+from rowmesh.planners.positions import Ranking
+from rowmesh.planners.tally import Cost, Placed, Tally
+
+__all__ = ["Greedy"]
+
+_MAX_SWEEPS = 6  # a limit in seconds would give another plan every time
+_LEAST_GAIN = 0.01  # of what the unit costs alone: less is not worth another split
+_ALLOWANCE = 0.05  # of a step, for small tables to be data-parallel
+_GIB = float(1 << 30)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sized:
+    """An option of a unit, and what it costs on an empty mesh."""
+
+    draft: Draft
+    alone: Cost
+
+    @property
+    def option(self) -> Option:
+        return self.draft.option
+
+    def is_worse(self, other: "_Sized") -> bool:
+        """Whether ``other`` is as good on average, at its peak and in memory."""
+        return (
+            other.alone.mean <= self.alone.mean * (1 + 1e-9)
+            and other.alone.busiest <= self.alone.busiest * (1 + 1e-9)
+            and other.draft.need <= self.draft.need
+        )
+
+
+class Greedy:
+    """Places units on a tally; one answer whatever the order they came in.
+
+    Args:
+        units: What is to be placed.
+        tally: Empty; it holds the plan after `place`.
+        state: Of the update rule.
+        on_progress: Called with the share of the work done.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        tally: Tally,
+        *,
+        state: RuleState,
+        on_progress: Callable[[float], None] = lambda share: None,
+    ) -> None:
+        self._units = sorted(units, key=lambda unit: unit.name)
+        self._tally, self._state, self._on_progress = tally, state, on_progress
+        self._scale = scale_to_seconds(tally.rates)
+        self._all, self._sized = list[list[_Sized]](), list[list[_Sized]]()
+        for number, unit in enumerate(self._units):
+            on_progress(0.3 * number / len(self._units))
+            self._all.append(self._size(unit))
+            self._sized.append(_best_of(self._all[-1]))
+
+    def place(self) -> list[tuple[Unit, Placed]]:
+        """Every unit with its option and ranks.
+
+        Raises:
+            PlanError: If the rows do not fit into the memory of the ranks.
+        """
+        best: list[Placed] | None = None
+        best_cost, starts = Cost(np.inf, np.inf), self._starts()
+        for number, chosen in enumerate(starts):
+            self._on_progress(0.3 + 0.2 * number / len(starts))
+            placed = self._fill(chosen)
+            cost = self._tally.cost()
+            if placed is not None and _is_less(cost, best_cost):
+                best, best_cost = placed, cost
+        if best is None:
+            best = self._fill_by_memory()
+        self._improve(best)
+        self._copy_small(best)
+        return list(zip(self._units, best, strict=True))
+
+    def best_other(self, number: int, placed: Placed) -> Placed | None:
+        """The best placement of a unit under another option; the tally must not hold the unit."""
+        others = [s for s in self._all[number] if s.option != placed.draft.option]
+        return self._best(self._units[number], others, tries=1)
+
+    def _size(self, unit: Unit) -> list[_Sized]:
+        """All options of a unit, alone on the mesh."""
+        topology, found = self._tally.topology, list[_Sized]()
+        ranking = Ranking(topology, np.zeros(topology.world))
+        self._tally.clear()
+        before = self._tally.cost()
+        for option in unit.options:
+            ranks = ranking.positions(unit, option)[0]
+            made = self._draft(unit, option, ranks)
+            cost = self._tally.cost_with(Placed(made, ranks))
+            alone = Cost(cost.busiest - before.busiest, cost.mean - before.mean)
+            found.append(_Sized(made, alone))
+        return found
+
+    def _draft(self, unit: Unit, option: Option, ranks: tuple[int, ...]) -> Draft:
+        topology = self._tally.topology
+        return draft(unit, option, ranks, topology=topology, scale=self._scale, state=self._state)
+
+    def _starts(self) -> list[list[_Sized]]:
+        """An option for every unit: by mean, by peak, and one split for all where it is known."""
+        starts = [
+            [sized[0] for sized in self._sized],
+            [min(sized, key=lambda s: s.alone.busiest) for sized in self._sized],
+        ]
+        known = {s.option.split for sized in self._sized for s in sized}
+        for split in (s for s in SPLITS if s in known):
+            starts.append(
+                [
+                    next((s for s in sized if s.option.split == split), sized[0])
+                    for sized in self._sized
+                ]
+            )
+        unique: dict[tuple[int, ...], list[_Sized]] = {}
+        for start in starts:
+            unique.setdefault(tuple(id(sized) for sized in start), start)
+        return list(unique.values())
+
+    def _fill(self, chosen: Sequence[_Sized]) -> list[Placed] | None:
+        """All units on an emptied tally, the costliest first; None if one finds no room."""
+        self._tally.clear()
+        found: dict[int, Placed] = {}
+        for i in sorted(range(len(chosen)), key=lambda i: (-chosen[i].alone.busiest, i)):
+            placed = self._best(self._units[i], [chosen[i]], tries=1)
+            if placed is None:
+                placed = self._best(self._units[i], self._sized[i], tries=1)
+            if placed is None:
+                return None
+            self._tally.put(placed)
+            found[i] = placed
+        return [found[i] for i in range(len(chosen))]
+
+    def _fill_by_memory(self) -> list[Placed]:
+        """The largest units first, each under the option that needs least on a rank."""
+        self._tally.clear()
+        found: dict[int, Placed] = {}
+        by_need = [sorted(sized, key=lambda s: s.draft.need) for sized in self._sized]
+        for i in sorted(range(len(by_need)), key=lambda i: (-by_need[i][0].draft.need, i)):
+            unit = self._units[i]
+            tried = (self._best(unit, [sized], tries=1) for sized in by_need[i])
+            placed = next((p for p in tried if p is not None), None)
+            if placed is None:
+                raise self._no_room(unit, by_need[i][0])
+            self._tally.put(placed)
+            found[i] = placed
+        return [found[i] for i in range(len(by_need))]
+
+    def _no_room(self, unit: Unit, least: _Sized) -> PlanError:
+        room, limit = self._tally.room(), self._tally.limit
+        assert room is not None
+        assert limit is not None
+        rank = max(unit.ranks, key=lambda r: (room[r], -r))
+        return PlanError(
+            f"{unit.label} needs at least {_gib(least.draft.need)} GiB on a rank "
+            f"({least.option.word}), but of {_gib(limit)} GiB rank {rank} has most left, "
+            f"{_gib(int(room[rank]))}: add ranks or memory, or pin fewer tables"
+        )
+
+    def _best(self, unit: Unit, options: Sequence[_Sized], *, tries: int) -> Placed | None:
+        """The placement that costs least on top of the tally, if any fits."""
+        room, ranking = self._tally.room(), Ranking(self._tally.topology, self._tally.seconds())
+        best: Placed | None = None
+        least = np.inf
+        for sized in options:
+            has_room = None if room is None else room >= sized.draft.need
+            for ranks in ranking.positions(unit, sized.option, has_room=has_room, tries=tries):
+                made = sized.draft
+                if len(ranks) != len(made.held):  # hosts with more ranks for it than others
+                    made = self._draft(unit, sized.option, ranks)
+                placed = Placed(made, ranks)
+                if not self._tally.fits(placed):
+                    continue
+                total = self._tally.cost_with(placed).total
+                if total < least * (1.0 - 1e-9):
+                    best, least = placed, total
+        return best
+
+    def _improve(self, found: list[Placed]) -> None:
+        """Move one unit at a time, those that weigh most on the busiest rank first."""
+        self._refill(found)
+        for sweep in range(_MAX_SWEEPS):
+            order = self._by_weight(found)
+            gained = False
+            for done, i in enumerate(order):
+                self._on_progress(0.5 + 0.4 * (sweep + done / len(order)) / _MAX_SWEEPS)
+                before = self._tally.cost()
+                self._tally.take(found[i])
+                other = self._best(self._units[i], self._sized[i], tries=3)
+                if other is not None and self._gains(other, i, before):
+                    found[i], gained = other, True
+                self._tally.put(found[i])
+            self._refill(found)
+            if not gained:
+                return
+
+    def _copy_small(self, found: list[Placed]) -> None:
+        """Make small tables data-parallel, the cheapest first, while the step stays as good.
+
+        Their lookups then wait for no other rank, which the formulas do not see; it may cost
+        `_ALLOWANCE` of the step.
+        """
+        limit = self._tally.cost().total * (1.0 + _ALLOWANCE)
+        copies = [
+            next((s for s in a if s.option.split == "data_parallel"), None) for a in self._all
+        ]
+        numbers = [i for i, sized in enumerate(copies) if sized is not None]
+        for i in sorted(numbers, key=lambda i: (copies[i].alone.mean, i)):  # type: ignore[union-attr]
+            self._tally.take(found[i])
+            other = self._best(self._units[i], [s for s in (copies[i],) if s], tries=1)
+            if other is not None and self._tally.cost_with(other).total <= limit:
+                found[i] = other
+            self._tally.put(found[i])
+        self._refill(found)
+
+    def _by_weight(self, found: Sequence[Placed]) -> list[int]:
+        """Units by the seconds they take of the busiest rank."""
+        rank = int(self._tally.seconds().argmax())
+        weights = []
+        for placed in found:
+            self._tally.take(placed)
+            weights.append(-float(self._tally.seconds()[rank]))
+            self._tally.put(placed)
+        return sorted(range(len(found)), key=lambda i: (-weights[i], i))
+
+    def _gains(self, other: Placed, number: int, before: Cost) -> bool:
+        """Whether a move saves enough, and takes no longer on the busiest rank."""
+        after = self._tally.cost_with(other)
+        worth = _LEAST_GAIN * self._sized[number][0].alone.mean
+        return (
+            after.busiest <= before.busiest * (1.0 + 1e-9)
+            and before.total - after.total > worth + 1e-9 * before.total
+        )
+
+    def _refill(self, found: Sequence[Placed]) -> None:
+        """Add up anew: taking away and putting back leaves rounding errors."""
+        self._tally.clear()
+        for placed in found:
+            self._tally.put(placed)
+
+
+def _best_of(found: Sequence[_Sized]) -> list[_Sized]:
+    """Without the options that another is as good as in every way; the least mean cost first."""
+    kept = [
+        sized
+        for i, sized in enumerate(found)
+        if not any(
+            sized.is_worse(other) and not (j > i and other.is_worse(sized))
+            for j, other in enumerate(found)
+            if j != i
+        )
+    ]
+    return sorted(kept, key=lambda sized: sized.alone.mean)
+
+
+def _is_less(cost: Cost, other: Cost) -> bool:
+    """Whether it is less on the busiest rank, or as much, and less on average."""
+    if cost.busiest > other.busiest * (1.0 - 1e-6):
+        return cost.busiest < other.busiest * (1.0 + 1e-9) and cost.mean < other.mean
+    return True
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{max(0, num_bytes) / _GIB:.3f}"
