@@ -22,6 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"nn"},
     "data": set(),
     "train": {"planners", "cost", "runtime", "comm", "storage", "models", "nn", "data", "optim"},
+    "recipes": {"train", "data"},
     "cli": {"train", "planners", "cost", "comm", "data", "models", "nn"},
 }
 NO_PROCESS_GROUPS = {*WORDS, "cost", "planners", "nn", "optim", "models", "data", "storage"}

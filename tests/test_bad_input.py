@@ -1,6 +1,7 @@
 """Bad input is one sentence, the same on all ranks, with exit code 2 and nothing lost."""
 
 import json
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -112,9 +113,62 @@ def test_a_corrupt_plan(damage: Any, sentence: str, plan_file: Path) -> None:
     assert sentence in told
 
 
+def test_a_constraint_on_an_unknown_table() -> None:
+    pin = "plan.constraints.pin.t_cat_99.split=row_wise"
+    told = one_sentence(run("train", *settings(pin)))
+    assert told.startswith("constraints name table 't_cat_99': did you mean 't_cat_9'?")
+    pin = "plan.constraints.pin.t_cat_9.splitt=row_wise"
+    told = one_sentence(run("train", *settings(pin)))
+    assert told.endswith("unknown field 'splitt': did you mean 'split'?")
+
+
 def test_a_plan_that_is_not_there() -> None:
     told = one_sentence(run("train", "--plan", "no/plan.json", *settings()))
     assert told.startswith("cannot read the plan no/plan.json: ")
+
+
+def test_parquet_that_is_not_there_or_not_parquet(tmp_path: Path) -> None:
+    told = one_sentence(run("train", "clicks", "--set", f"data.path={tmp_path / 'no'}"))
+    assert str(tmp_path / "no") in told
+    (tmp_path / "part-0.parquet").write_bytes(b"PAR1 no more PAR1")
+    told = one_sentence(run("train", "clicks", "--set", f"data.path={tmp_path}"))
+    assert str(tmp_path / "part-0.parquet") in told
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "no metadata"])
+def test_a_damaged_checkpoint(damage: str, tmp_path: Path) -> None:
+    options = settings("training.steps=2", "checkpoint.every=1")
+    assert run("train", "--run", str(tmp_path / "run"), *options).exit_code == 0
+    folder = tmp_path / "run" / "checkpoints" / "step_000002"
+    file = next(folder.glob("*.bin"))
+    data = bytearray(file.read_bytes())
+    if damage == "flip":
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    elif damage == "cut":
+        file.write_bytes(data[:-1])
+    else:
+        (folder / "metadata.json").write_text("{")
+    told = one_sentence(run("train", "--run", str(tmp_path / "run"), "--resume"))
+    assert str(folder) in told
+    assert "the checkpoint of step 1 is intact" in told
+
+
+def limit_files() -> None:
+    """In a new process: no file may grow beyond 16 KiB, as on a disk that is full."""
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16_384, hard))
+
+
+def test_a_disk_that_is_full_when_a_checkpoint_is_due(tmp_path: Path) -> None:
+    arguments = ["train", "--run", str(tmp_path / "run")]
+    arguments += settings("data.cap=5000", "checkpoint.every=2")
+    ranks = start_ranks(arguments, ranks=2, preexec_fn=limit_files)
+    ended = [finish(rank) for rank in ranks]
+    assert [code for code, _, _ in ended] == [2, 2]
+    assert ended[0][2].count("\n") == 1
+    assert "File too large" in ended[0][2]
+    assert list((tmp_path / "run" / "checkpoints").glob("step_*")) == []
 
 
 def test_a_plan_for_another_world_ends_every_rank(plan_file: Path, tmp_path: Path) -> None:

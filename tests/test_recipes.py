@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rowmesh.data import SyntheticClicks
+from rowmesh.data import ParquetClicks, SyntheticClicks
 from rowmesh.errors import InputError
+from rowmesh.optim import RowwiseAdagrad
 from rowmesh.train.config import CheckpointConfig, RunConfig, TrainingConfig
 from rowmesh.train.folder import RunFolder
 from rowmesh.train.model import ModelConfig
@@ -44,7 +45,8 @@ configs = st.builds(
     ),
     optimiser=st.builds(
         OptimiserConfig,
-        sparse=st.sampled_from(["sgd", "adam", "rowwise_adagrad"]),
+        sparse=st.sampled_from(["adagrad", "adam", "rowwise_adagrad"]),
+        sparse_eps=st.none() | st.floats(1e-9, 1.0),
         sparse_lr=rates,
         schedule=st.sampled_from(["linear", "constant"]),
     ),
@@ -81,6 +83,12 @@ def test_a_written_config_reads_back_equal(
     assert load_recipe(file) == config
 
 
+def test_a_written_parquet_config_reads_back_equal(tmp_path: Path) -> None:
+    config = load_recipe("clicks")
+    (tmp_path / "config.json").write_text(config_to_json(config))
+    assert load_recipe(tmp_path / "config.json") == config
+
+
 @law
 @given(config=configs)
 def test_every_setting_can_be_typed(config: RunConfig) -> None:
@@ -93,7 +101,7 @@ def test_the_demo_recipe_is_the_default() -> None:
     assert load_recipe("demo") == RunConfig()
 
 
-@pytest.mark.parametrize("name", ["demo", "dcn"])
+@pytest.mark.parametrize("name", ["clicks", "dcn", "demo"])
 def test_recipes_that_come_with_rowmesh_are_found_by_name(name: str) -> None:
     config = load_recipe(name, ["training.steps=7"])
     assert config.training.steps == 7
@@ -145,6 +153,7 @@ def test_values_that_depend_on_each_other_are_set_together() -> None:
         ("optimiser.sparse=adagrab", "unknown sparse optimiser 'adagrab': did you mean 'adagrad'"),
         ("optimiser.dense=adagrab", "unknown dense optimiser 'adagrab': did you mean 'adagrad'"),
         ("optimiser.dense_lr=nan", "optimiser.dense_lr is nan, but must be from 0 and finite"),
+        ("optimiser.sparse_eps=0", "optimiser.sparse_eps is 0.0, but must be above 0"),
         ("optimiser.warmup_steps=-1", "optimiser.warmup_steps is -1, but must be from 0"),
     ],
 )
@@ -152,6 +161,21 @@ def test_a_wrong_setting_is_one_sentence(given: str, sentence: str) -> None:
     with pytest.raises(InputError) as told:
         load_recipe("demo", [given])
     assert sentence in str(told.value)
+
+
+def test_sgd_has_no_eps() -> None:
+    with pytest.raises(InputError, match="sgd, which has no eps"):
+        OptimiserConfig(sparse="sgd", sparse_eps=1.0)
+    assert OptimiserConfig(sparse_eps=0.5).rule == RowwiseAdagrad(lr=0.05, eps=0.5)
+
+
+def test_the_clicks_recipe_reads_parquet() -> None:
+    found = load_recipe("clicks", ["data.path=there", "data.sparse.c3=77"])
+    assert isinstance(found.data, ParquetClicks)
+    assert found.data.path == "there"
+    assert found.data.num_dense == 26
+    rows = {t.feature_names[0]: t.num_embeddings for t in found.data.tables(4)}
+    assert rows == {f"c{i}": 77 if i == 3 else 10_000 for i in range(1, 27)}
 
 
 def test_settings_that_exclude_each_other() -> None:

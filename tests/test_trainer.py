@@ -20,6 +20,7 @@ from rowmesh.train.folder import MetricsFile, RunFolder
 from rowmesh.train.model import ModelConfig, build_model
 from rowmesh.train.optimiser import OptimiserConfig
 from rowmesh.train.planning import PlanConfig, plan_run
+from rowmesh.train.recipes import load_recipe
 from rowmesh.train.stop import Stop
 from rowmesh.train.tally import StepRecord
 from rowmesh.train.trainer import Trainer
@@ -319,6 +320,15 @@ def test_tensorboard_is_written_for_where_it_is(
     assert [f.stat().st_size > 0 for f in (tmp_path / "board").iterdir()] == [True]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     assert open_board(tmp_path / "none", log_every=1) is None
+
+
+def test_constraints_of_a_recipe_are_obeyed() -> None:
+    pins = ["plan.constraints.pin.t_cat_0.split=row_wise", "plan.constraints.pin.t_cat_1.ranks=[1]"]
+    config = load_recipe("demo", ["data.cap=60", "model.dim=4", *pins])
+    model = build_model(config.model, config.data, seed=1)
+    plan = plan_run(config.plan, model, config.data, rm.Topology(local=2))
+    assert plan.table("t_cat_0").rest.split.word == "row-wise"
+    assert plan.table("t_cat_1").rest.ranks == (1,)
 
 
 def test_plans_without_data_assume_its_law() -> None:

@@ -34,6 +34,8 @@ class OptimiserConfig:
     Args:
         sparse: Update rule of the tables: rowwise_adagrad, adagrad, adam or sgd.
         sparse_lr: Its learning rate before the schedule.
+        sparse_eps: Its eps, where it has one; None for the rule's own. A row-wise AdaGrad with a
+            large one moves rare rows by lr * gradient / eps, less far than frequent ones.
         dense, dense_lr: The same for everything else: adagrad, adam or sgd.
         schedule: ``linear`` falls to 0 at the end of the run, ``constant`` does not fall.
         warmup_steps: Steps in which the learning rate rises to the schedule.
@@ -44,6 +46,7 @@ class OptimiserConfig:
 
     sparse: str = "rowwise_adagrad"
     sparse_lr: float = 0.05
+    sparse_eps: float | None = None
     dense: str = "adagrad"
     dense_lr: float = 0.05
     schedule: Literal["linear", "constant"] = "linear"
@@ -56,6 +59,11 @@ class OptimiserConfig:
                 raise InputError(f"unknown {name} optimiser {word!r}{did_you_mean(word, known)}")
             if not 0.0 <= lr < float("inf"):
                 raise InputError(f"optimiser.{name}_lr is {lr}, but must be from 0 and finite")
+        if self.sparse_eps is not None:
+            if self.sparse == "sgd":
+                raise InputError("optimiser.sparse is sgd, which has no eps: leave out sparse_eps")
+            if not 0.0 < self.sparse_eps < float("inf"):
+                raise InputError(f"optimiser.sparse_eps is {self.sparse_eps}, but must be above 0")
         if self.warmup_steps < 0:
             raise InputError(f"optimiser.warmup_steps is {self.warmup_steps}, but must be from 0")
 
@@ -76,7 +84,8 @@ class OptimiserConfig:
     @property
     def rule(self) -> UpdateRule:
         """The update rule of the tables."""
-        return _SPARSE[self.sparse](lr=self.sparse_lr)
+        eps = {} if self.sparse_eps is None else {"eps": self.sparse_eps}
+        return _SPARSE[self.sparse](lr=self.sparse_lr, **eps)
 
 
 def make_optimizer(config: OptimiserConfig, model: nn.Module) -> Optimizer:

@@ -1,19 +1,21 @@
 """The plan of a run: read from a file, or made from what the first batches ask for."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from rowmesh.comm.mesh import Mesh
 from rowmesh.data import Source, SyntheticClicks
 from rowmesh.errors import InputError, PlanError
 from rowmesh.placement import Plan, load_plan
-from rowmesh.planners import make_plan
+from rowmesh.planners import Constraints, make_plan
 from rowmesh.stats import Stats
 from rowmesh.tables import named_collections
 from rowmesh.topology import Topology
+from rowmesh.train.machine import measure_memory
 
-__all__ = ["PlanConfig", "check_plan", "plan_run", "read_plan"]
+__all__ = ["PlanConfig", "check_plan", "measured", "plan_run", "read_plan"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +23,7 @@ class PlanConfig:
     """Where rows live and how they travel.
 
     Args:
-        split, exchange: As for `make_plan`.
+        split, exchange, allow_inexact, constraints: As for `make_plan`.
         batches: Batches of rank 0 whose accesses are counted; 0 assumes Zipf ids.
         file: A plan.json to use as it is; the other settings then do not count.
 
@@ -31,6 +33,8 @@ class PlanConfig:
 
     split: str = "auto"
     exchange: str = "auto"
+    allow_inexact: bool = False
+    constraints: Constraints = field(default_factory=Constraints)
     batches: int = 4
     file: str | None = None
 
@@ -39,17 +43,23 @@ class PlanConfig:
             raise InputError(f"plan.batches is {self.batches}, but must be at least 0")
 
 
-def plan_run(config: PlanConfig, model: nn.Module, source: Source, topology: Topology) -> Plan:
-    """The plan of a run.
+def plan_run(
+    config: PlanConfig,
+    model: nn.Module,
+    source: Source,
+    topology: Topology,
+    *,
+    sparse: str = "rowwise_adagrad",
+) -> Plan:
+    """The plan of a run whose tables learn by the rule ``sparse``.
 
     Raises:
-        InputError: If a word of the settings is unknown.
+        InputError: If a word of the settings or a constrained table is unknown.
         PlanError: If the file is no valid plan or for another topology, or memory is short.
     """
     if config.file is not None:
         return read_plan(config.file, topology)
-    stats = _stats(config, model, source, topology)
-    return make_plan(model, topology, stats=stats, split=config.split, exchange=config.exchange)
+    return _make(config, model, topology, _stats(config, model, source, topology), sparse)
 
 
 def check_plan(config: PlanConfig, model: nn.Module, topology: Topology) -> None:
@@ -57,7 +67,34 @@ def check_plan(config: PlanConfig, model: nn.Module, topology: Topology) -> None
     if config.file is not None:
         load_plan(config.file)
     else:
-        make_plan(model, topology, split=config.split, exchange=config.exchange)
+        _make(config, model, topology, None, "rowwise_adagrad")
+
+
+def measured(mesh: Mesh) -> Topology:
+    """The mesh's topology with the memory of its smallest host, where ranks compute on CPU.
+
+    Collective:
+        All ranks.
+    """
+    topology = mesh.topology
+    mine = measure_memory(topology.local) if mesh.device.type == "cpu" else None
+    known = [found for found in mesh.gather_objects(mine) if found is not None]
+    return replace(topology, memory_bytes=min(known, default=None))
+
+
+def _make(
+    config: PlanConfig, model: nn.Module, topology: Topology, stats: Stats | None, sparse: str
+) -> Plan:
+    return make_plan(
+        model,
+        topology,
+        stats=stats,
+        split=config.split,
+        exchange=config.exchange,
+        constraints=config.constraints,
+        sparse=sparse,
+        allow_inexact=config.allow_inexact,
+    )
 
 
 def read_plan(file: str, topology: Topology) -> Plan:

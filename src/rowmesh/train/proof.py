@@ -20,7 +20,7 @@ from rowmesh.train.config import RunConfig
 from rowmesh.train.inputs import checked
 from rowmesh.train.model import build_model
 from rowmesh.train.optimiser import OptimiserConfig
-from rowmesh.train.planning import plan_run, read_plan
+from rowmesh.train.planning import measured, plan_run, read_plan
 
 __all__ = ["Verification", "is_model_name", "verify_model", "verify_recipe"]
 
@@ -41,7 +41,11 @@ def verify_recipe(config: RunConfig, mesh: Mesh, *, num_steps: int) -> Verificat
     def make_model() -> nn.Module:
         return build_model(config.model, source, seed=config.seed, device=mesh.device)
 
-    plan = on_rank_0(mesh, lambda: plan_run(config.plan, make_model(), source, mesh.topology))
+    topology = measured(mesh)
+    plan = on_rank_0(
+        mesh,
+        lambda: plan_run(config.plan, make_model(), source, topology, sparse=settings.sparse),
+    )
     batches = checked(
         source.batches(rank=mesh.rank, world=mesh.world),
         num_dense=source.num_dense,

@@ -13,7 +13,7 @@ from rowmesh.errors import InputError
 from rowmesh.features import Batch, empty_like
 from rowmesh.placement import Plan
 from rowmesh.runtime.shard import shard
-from rowmesh.topology import Link
+from rowmesh.topology import Link, Topology
 from rowmesh.train.agree import on_rank_0
 from rowmesh.train.checkpoint import Checkpoints
 from rowmesh.train.config import RunConfig
@@ -22,7 +22,7 @@ from rowmesh.train.inputs import checked
 from rowmesh.train.metrics import ClickMetrics
 from rowmesh.train.model import build_model
 from rowmesh.train.optimiser import make_optimizer, set_learning_rates
-from rowmesh.train.planning import plan_run
+from rowmesh.train.planning import measured, plan_run
 from rowmesh.train.stop import Stop
 from rowmesh.train.tally import StepRecord, Tally
 
@@ -69,7 +69,8 @@ class Trainer:
         self.config, self.mesh = config, mesh
         self.num_steps = config.training.num_steps(config.data)
         self.model = build_model(config.model, config.data, seed=config.seed, device=mesh.device)
-        self.plan = on_rank_0(mesh, lambda: self._choose_plan(folder if resume else None))
+        topology, resumed = measured(mesh), folder if resume else None
+        self.plan = on_rank_0(mesh, lambda: self._choose_plan(topology, resumed))
         shard(self.model, self.plan, mesh)
         self.optimizer = make_optimizer(config.optimiser, self.model)
         self.start = self.step = 0
@@ -86,13 +87,14 @@ class Trainer:
             self.start = self.step = loaded.step
         self._saved = self.start if resume else None
 
-    def _choose_plan(self, resumed: RunFolder | None) -> Plan:
-        stored = None
-        if resumed is not None and self.config.plan.file is None:
-            stored = resumed.stored_plan(self.mesh.topology)
+    def _choose_plan(self, topology: Topology, resumed: RunFolder | None) -> Plan:
+        config, stored = self.config, None
+        if resumed is not None and config.plan.file is None:
+            stored = resumed.stored_plan(topology)
         if stored is not None:
             return stored
-        return plan_run(self.config.plan, self.model, self.config.data, self.mesh.topology)
+        sparse = config.optimiser.sparse
+        return plan_run(config.plan, self.model, config.data, topology, sparse=sparse)
 
     def run(
         self, *, listeners: Sequence[Listener] = (), stop: Stop | None = None
