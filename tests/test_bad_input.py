@@ -1,6 +1,7 @@
 """Bad input is one sentence, the same on all ranks, with exit code 2 and nothing lost."""
 
 import json
+import re
 import resource
 import time
 from pathlib import Path
@@ -138,7 +139,7 @@ def test_parquet_that_is_not_there_or_not_parquet(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["flip", "cut", "no metadata"])
 def test_a_damaged_checkpoint(damage: str, tmp_path: Path) -> None:
     options = settings("training.steps=2", "checkpoint.every=1")
-    assert run("train", "--run", str(tmp_path / "run"), *options).exit_code == 0
+    assert run("train", "--folder", str(tmp_path / "run"), *options).exit_code == 0
     folder = tmp_path / "run" / "checkpoints" / "step_000002"
     file = next(folder.glob("*.bin"))
     data = bytearray(file.read_bytes())
@@ -149,7 +150,7 @@ def test_a_damaged_checkpoint(damage: str, tmp_path: Path) -> None:
         file.write_bytes(data[:-1])
     else:
         (folder / "metadata.json").write_text("{")
-    told = one_sentence(run("train", "--run", str(tmp_path / "run"), "--resume"))
+    told = one_sentence(run("train", "--folder", str(tmp_path / "run"), "--resume"))
     assert str(folder) in told
     assert "the checkpoint of step 1 is intact" in told
 
@@ -161,7 +162,7 @@ def limit_files() -> None:
 
 
 def test_a_disk_that_is_full_when_a_checkpoint_is_due(tmp_path: Path) -> None:
-    arguments = ["train", "--run", str(tmp_path / "run")]
+    arguments = ["train", "--folder", str(tmp_path / "run")]
     arguments += settings("data.cap=5000", "checkpoint.every=2")
     ranks = start_ranks(arguments, ranks=2, preexec_fn=limit_files)
     ended = [finish(rank) for rank in ranks]
@@ -172,7 +173,7 @@ def test_a_disk_that_is_full_when_a_checkpoint_is_due(tmp_path: Path) -> None:
 
 
 def test_a_plan_for_another_world_ends_every_rank(plan_file: Path, tmp_path: Path) -> None:
-    arguments = ["train", "--plan", str(plan_file), "--run", str(tmp_path / "run"), *settings()]
+    arguments = ["train", "--plan", str(plan_file), "--folder", str(tmp_path / "run"), *settings()]
     ended = [finish(process) for process in start_ranks(arguments, ranks=2)]
     assert [code for code, _, _ in ended] == [2, 2]
     assert ended[0][2] == (
@@ -184,7 +185,7 @@ def test_a_plan_for_another_world_ends_every_rank(plan_file: Path, tmp_path: Pat
 
 def test_bad_data_ends_every_rank_and_keeps_the_checkpoints(tmp_path: Path) -> None:
     recipe, folder = write_recipe(tmp_path, "nan", at=6), tmp_path / "run"
-    arguments = ["train", str(recipe), "--run", str(folder), "--set", "model.dim=4"]
+    arguments = ["train", str(recipe), "--folder", str(folder), "--set", "model.dim=4"]
     arguments += ["--set", "training.log_every=1", "--set", "checkpoint.every=2"]
     arguments += ["--set", "training.tensorboard=false"]
     ended = [finish(process) for process in start_ranks(arguments, ranks=2, cwd=ROOT)]
@@ -197,7 +198,22 @@ def test_bad_data_ends_every_rank_and_keeps_the_checkpoints(tmp_path: Path) -> N
     assert steps_in(folder) == [1, 2, 3, 4, 5]
     recipe.write_text(recipe.read_text().replace("nan", "well"))
     more = ["--set", "training.steps=8"]
-    result = run("train", "--run", str(folder), "--resume", "--json", *more)
+    result = run("train", "--folder", str(folder), "--resume", "--json", *more)
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["steps"] == 8
     assert steps_in(folder) == [1, 2, 3, 4, 5, 6, 7, 8, 8]
+
+
+def test_documented_sentences_are_ones_that_rowmesh_says() -> None:
+    files = (ROOT / "src" / "rowmesh").rglob("*.py")
+    source = "\n".join(file.read_text() for file in files)
+    source = re.sub(r'"\n\s*f?"', "", source)  # literals that run on
+    source = re.sub(r"\{[^{}]*\}", "…", source)
+    lines = (ROOT / "docs" / "errors.md").read_text().splitlines()
+    table = [line.split(" | ")[0].removeprefix("| ") for line in lines if line.startswith("| `")]
+    sentences = [s for cell in table for s in re.findall(r"`([^`]+)`", cell)]
+    assert len(sentences) > 50
+    for sentence in sentences:
+        for part in sentence.split("…"):
+            words = part.strip(" :,").replace("did you mean", "")
+            assert words.split(":")[0] in source, f"{words!r} of {sentence!r} is nowhere"

@@ -44,7 +44,7 @@ def test_help_names_the_options(arguments: tuple[str, ...]) -> None:
     assert result.exit_code == 0
     wanted = {
         (): ["train", "verify", "plan"],
-        ("train",): ["--ranks", "--set", "--run", "--resume", "--plan", "--json", "TensorBoard"],
+        ("train",): ["--ranks", "--set", "--folder", "--resume", "--plan", "--json", "TensorBoard"],
         ("verify",): ["--plan", "--ranks", "--steps", "--json", "module:function"],
         ("plan",): ["--hosts", "--ranks-per-host", "--tables", "--json", "--out"],
     }[arguments]
@@ -166,7 +166,7 @@ LONG = settings("training.steps=100000", "checkpoint.every=100000", "training.lo
 
 def test_an_interrupt_stops_all_ranks_after_one_step_with_a_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    process = start("train", "--ranks", "2", "--run", str(folder), *LONG)
+    process = start("train", "--ranks", "2", "--folder", str(folder), *LONG)
     lines = wait_for_step(process)
     assert lines[0].startswith("plan for 1 hosts x 2 ranks")
     assert all(word in lines[-1] for word in ("loss", "samples/s", "MB/step"))
@@ -177,11 +177,11 @@ def test_an_interrupt_stops_all_ranks_after_one_step_with_a_checkpoint(tmp_path:
     last = out.splitlines()[-1]
     step = int(last.removeprefix("stopped after step ").split(",")[0])
     assert last == (
-        f"stopped after step {step}, saved after step {step}: continue with rowmesh train --run "
+        f"stopped after step {step}, saved after step {step}: continue with rowmesh train --folder "
         f"{folder} --resume"
     )
     more = ["--set", f"training.steps={step + 2}", "--json"]
-    result = run("train", "--run", str(folder), "--resume", *more)  # on one rank
+    result = run("train", "--folder", str(folder), "--resume", *more)  # on one rank
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["steps"] == step + 2
     steps = [
@@ -192,7 +192,7 @@ def test_an_interrupt_stops_all_ranks_after_one_step_with_a_checkpoint(tmp_path:
 
 def test_a_signal_to_one_rank_of_a_launcher_stops_all(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    ranks = start_ranks(["train", "--run", str(folder), *LONG], ranks=2)
+    ranks = start_ranks(["train", "--folder", str(folder), *LONG], ranks=2)
     wait_for_step(ranks[0])
     ranks[1].send_signal(signal.SIGTERM)
     ended = [finish(rank) for rank in ranks]
@@ -204,7 +204,7 @@ def test_a_signal_to_one_rank_of_a_launcher_stops_all(tmp_path: Path) -> None:
 
 def test_a_second_interrupt_ends_a_run_that_hangs_at_once(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, "hang", at=6)
-    arguments = ["train", str(recipe), "--ranks", "2", "--run", str(tmp_path / "run")]
+    arguments = ["train", str(recipe), "--ranks", "2", "--folder", str(tmp_path / "run")]
     process = start(*arguments, "--set", "training.tensorboard=false", cwd=ROOT)
     wait_for_step(process)
     while not (tmp_path / "mark").exists():
@@ -219,7 +219,7 @@ def test_a_second_interrupt_ends_a_run_that_hangs_at_once(tmp_path: Path) -> Non
 
 
 def test_a_reader_that_leaves_stops_the_run(tmp_path: Path) -> None:
-    process = start("train", "--ranks", "2", "--run", str(tmp_path / "run"), *LONG)
+    process = start("train", "--ranks", "2", "--folder", str(tmp_path / "run"), *LONG)
     wait_for_step(process)
     assert process.stdout is not None
     process.stdout.close()  # as head does
@@ -242,18 +242,18 @@ def test_lines_and_result_of_a_run_in_one_process(in_tmp: Path) -> None:
     assert lines[-1] == f"this run is in {folder.relative_to(in_tmp)}"
     assert folder.name.startswith("demo-")
     assert sorted(p.name for p in folder.iterdir()) == ["config.json", "metrics.jsonl", "plan.json"]
-    assert run("train", "--run", str(folder), *settings()).exit_code == 2
+    assert run("train", "--folder", str(folder), *settings()).exit_code == 2
 
 
 def test_resuming_needs_a_run_and_its_checkpoint(tmp_path: Path) -> None:
-    sentence = "--resume takes the run's own config: give --run FOLDER, no RECIPE"
-    for arguments in (["--resume"], ["demo", "--run", str(tmp_path), "--resume"]):
+    sentence = "--resume takes the run's own config: give --folder FOLDER, no RECIPE"
+    for arguments in (["--resume"], ["demo", "--folder", str(tmp_path), "--resume"]):
         assert run("train", *arguments).stderr == f"rowmesh: {sentence}\n"
-    result = run("train", "--run", str(tmp_path), "--resume")
+    result = run("train", "--folder", str(tmp_path), "--resume")
     assert result.stderr.startswith(f"rowmesh: there is no run in {tmp_path} to resume")
     folder = tmp_path / "run"
-    assert run("train", "--run", str(folder), *settings("training.steps=1")).exit_code == 0
-    result = run("train", "--run", str(folder), "--resume")
+    assert run("train", "--folder", str(folder), *settings("training.steps=1")).exit_code == 0
+    result = run("train", "--folder", str(folder), "--resume")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == f"rowmesh: there is no checkpoint in {folder / 'checkpoints'}\n"
 

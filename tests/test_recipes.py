@@ -17,6 +17,7 @@ from rowmesh.train.model import ModelConfig
 from rowmesh.train.optimiser import OptimiserConfig
 from rowmesh.train.planning import PlanConfig
 from rowmesh.train.recipes import config_to_json, find_recipe, load_recipe
+from tests.processes import ROOT
 from tests.sources import BadClicks, write_recipe
 
 law = settings(max_examples=60, deadline=None, derandomize=True)
@@ -231,3 +232,20 @@ def test_a_resumed_run_takes_settings_that_leave_its_state_valid(tmp_path: Path)
     for item in ("model.dim=3", "seed=3", "data.cap=3", "optimiser.sparse=sgd", "trainings=1"):
         with pytest.raises(InputError, match="cannot change when it resumes"):
             folder.load_config([item])
+
+
+def test_the_recipe_of_the_first_steps_is_one(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "start.md").read_text()
+    (tmp_path / "mine.toml").write_text(text.split("```toml\n", 1)[1].split("```", 1)[0])
+    config = load_recipe(tmp_path / "mine.toml")
+    assert isinstance(config.data, ParquetClicks)
+    assert config.plan.constraints.pin["t_user"].split == "row_wise"
+    parts = [f.name for f in dataclasses.fields(RunConfig) if f.name not in ("data", "recipe")]
+    for part in parts:
+        names = dataclasses.fields(value) if is_part(value := getattr(config, part)) else ()
+        missing = [f.name for f in names if f"`{f.name}`" not in text]
+        assert not missing, f"docs/start.md does not name {missing} of {part}"
+
+
+def is_part(value: Any) -> bool:
+    return dataclasses.is_dataclass(value)

@@ -298,7 +298,7 @@ def test_a_folder_in_use_is_not_overwritten(tmp_path: Path) -> None:
     folder.path.mkdir()
     folder.check_free()
     folder.metrics.write_text("")
-    with pytest.raises(rm.InputError, match="exists already: give another --run, or --resume"):
+    with pytest.raises(rm.InputError, match="exists already: give another --folder, or --resume"):
         folder.check_free()
 
 

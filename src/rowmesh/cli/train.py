@@ -34,20 +34,20 @@ class _Order:
 
     recipe: str
     settings: tuple[str, ...]
-    run: Path | None
+    path: Path | None
     resume: bool
     as_json: bool
 
     def config(self) -> RunConfig:
         """The run's config."""
         if self.resume:
-            assert self.run is not None
-            return RunFolder(self.run).load_config(self.settings)
+            assert self.path is not None
+            return RunFolder(self.path).load_config(self.settings)
         return load_recipe(self.recipe, self.settings)
 
     def folder(self) -> RunFolder:
         """The run's folder, which a new run must not find in use."""
-        folder = RunFolder(self.run) if self.run else RunFolder.named(Path(self.recipe).stem)
+        folder = RunFolder(self.path) if self.path else RunFolder.named(Path(self.recipe).stem)
         if not self.resume:
             folder.check_free()
         return folder
@@ -57,12 +57,13 @@ def train_command(
     recipe: Recipe = None,
     ranks: Ranks = None,
     settings: Settings = None,
-    run: Annotated[
+    folder: Annotated[
         Path | None,
         typer.Option(help="Folder of the run; default runs/<recipe>-<time>."),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the run in --run from its last checkpoint.")
+        bool,
+        typer.Option("--resume", help="Continue the run in --folder from its last checkpoint."),
     ] = False,
     plan: Annotated[
         Path | None, typer.Option(help="Use this plan.json: short for --set plan.file=FILE.")
@@ -88,13 +89,13 @@ def train_command(
     Under torchrun, on one host or many: torchrun --nproc-per-node 2 -m rowmesh.cli train
     """
     with one_sentence():
-        if resume and (run is None or recipe is not None):
-            raise InputError("--resume takes the run's own config: give --run FOLDER, no RECIPE")
+        if resume and (folder is None or recipe is not None):
+            raise InputError("--resume takes the run's own config: give --folder FOLDER, no RECIPE")
         more = [] if plan is None else [f"plan.file={plan}"]
         order = _Order(
             recipe=recipe or "demo",
             settings=(*(settings or ()), *more),
-            run=run,
+            path=folder,
             resume=resume,
             as_json=as_json,
         )
@@ -155,5 +156,5 @@ def _epilogue(found: dict[str, Any], folder: RunFolder) -> str:
         return f"stopped after step {found['steps']}, without a checkpoint; {where}"
     return (
         f"stopped after step {found['steps']}, saved after step {found['saved_step']}: continue "
-        f"with rowmesh train --run {folder.path} --resume"
+        f"with rowmesh train --folder {folder.path} --resume"
     )

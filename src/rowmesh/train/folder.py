@@ -52,7 +52,7 @@ class RunFolder:
         with _writing(self.path):
             if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
                 raise InputError(
-                    f"{self.path} exists already: give another --run, or --resume to continue it"
+                    f"{self.path} exists already: give another --folder, or --resume to continue it"
                 )
 
     def load_config(self, overrides: Sequence[str] = ()) -> RunConfig:
