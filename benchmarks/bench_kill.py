@@ -153,9 +153,7 @@ def main() -> None:
         "steps_reached": max(seen),
         "resumed_from": sorted(set(loaded)),
         "steps_with_other_bits": wrong,
-        "commit": subprocess.run(
-            commit, capture_output=True, text=True, check=False
-        ).stdout.strip(),
+        "commit": commit,
         "torch": torch.__version__,
         "machine": platform.machine(),
     }
