@@ -91,6 +91,7 @@ def test_strings_are_hashed_alike_whatever_holds_them(texts: list[str | None]) -
         np.fromiter(texts, dtype=object, count=len(texts)),
         column,
         column.cast(pa.large_string()),
+        pa.array(texts, pa.string_view()),
         pa.array(raw, pa.binary()),
         column.dictionary_encode(),
         pa.chunked_array([column.dictionary_encode(), column[:0].dictionary_encode()]),

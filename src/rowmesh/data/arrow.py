@@ -52,9 +52,7 @@ def is_id_type(kind: Any) -> bool:
 
 
 def _is_text(kind: Any) -> bool:
-    types = import_arrow().types
-    tests = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
-    return any(test(kind) for test in tests)
+    return str(kind).removeprefix("large_").removesuffix("_view") in ("string", "binary")
 
 
 def arrow_bags(name: str, column: Any) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64], bool]:
@@ -93,6 +91,8 @@ def arrow_keys(column: Any) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_] | N
     if pyarrow.types.is_null(kind):
         return np.zeros(len(column), dtype=np.int64), np.zeros(len(column), dtype=bool), False
     if _is_text(kind):
+        if str(kind).endswith("_view"):  # it has no dictionary_encode
+            column = column.cast(f"large_{str(kind).removesuffix('_view')}")
         column = column.dictionary_encode()
     if pyarrow.types.is_dictionary(column.type):
         if column.dictionary.null_count:  # a null may also hide in the dictionary

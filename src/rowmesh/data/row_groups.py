@@ -145,11 +145,13 @@ class Files:
                     f"{group.file} has changed since the files were listed: start again, since "
                     f"the order of the samples depends on all files"
                 )
-            table = parquet.ParquetFile(
+            with parquet.ParquetFile(
                 group.file,
                 metadata=self._footers[group.file],
                 read_dictionary=list(layout.singles),  # strings: hash each distinct one once
-            ).read_row_group(group.number, columns=columns.names(), use_threads=False)
+            ) as file:
+                names = columns.names()
+                table = file.read_row_group(group.number, columns=names, use_threads=False)
         singles = np.empty((len(layout.singles), group.num_rows), dtype=layout.id_type)
         values, offsets = [], []
         for name, num_rows in columns.sparse:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rowmesh.data.hashing import mix
 from rowmesh.errors import InputError, did_you_mean
 from rowmesh.features import Batch, KeyedJaggedTensor
 from rowmesh.tables import EmbeddingBagConfig, PoolingType
@@ -277,23 +278,12 @@ def _sigmoid(logits: _Floats) -> _Floats:
     return np.asarray(np.exp(-np.logaddexp(0.0, -logits)), dtype=np.float64)
 
 
-def _mix(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """SplitMix64 of each word, in place."""
-    words += np.uint64(0x9E3779B97F4A7C15)
-    words ^= words >> np.uint64(30)
-    words *= np.uint64(0xBF58476D1CE4E5B9)
-    words ^= words >> np.uint64(27)
-    words *= np.uint64(0x94D049BB133111EB)
-    words ^= words >> np.uint64(31)
-    return words
-
-
 def _hashed_normal(seed: int, owners: _Ids, rows: _Ids) -> _Floats:
     """A standard normal for each (seed, owner, row): Box-Muller on the halves of a hash."""
-    keys = _mix(np.array([seed], dtype=np.uint64)) ^ _mix(
+    keys = mix(np.array([seed], dtype=np.uint64)) ^ mix(
         (owners.astype(np.uint64) << np.uint64(40)) | rows.astype(np.uint64)
     )
-    bits = _mix(keys)
+    bits = mix(keys)
     radius = np.sqrt(-2.0 * np.log(((bits >> np.uint64(32)) + 0.5) / _WORD))
     angle = (bits & np.uint64(_WORD - 1)) * (2.0 * np.pi / _WORD)
     return np.asarray(radius * np.cos(angle), dtype=np.float64)
