@@ -2,7 +2,7 @@
 
 import typer
 
-from rowmesh.cli.plan import plan_command
+from rowmesh.cli.plan import plan_app
 from rowmesh.cli.train import train_command
 
 __all__ = ["app", "main"]
@@ -15,7 +15,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("train")(train_command)
-app.command("plan")(plan_command)
+app.add_typer(plan_app, name="plan", help="Print the plan for a cluster; compare two plans.")
 
 
 @app.callback()
