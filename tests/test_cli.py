@@ -59,10 +59,20 @@ def test_plan_for_a_cluster_that_is_not_there(tmp_path: Path) -> None:
     assert shown.stdout.startswith("plan for 64 hosts x 8 ranks")
     plan = rm.load_plan(file)
     assert len(plan.tables) == 30
-    assert shown.stdout == f"{plan}\n"
+    assert shown.stdout.startswith(f"{plan}\nmemory of a rank: not checked")
     printed = run(*options, "--json").stdout
     assert printed == file.read_text()
     assert json.loads(printed)["mesh"]["hosts"] == 64
+
+
+def test_plan_of_a_recipe(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('[data]\ncap = 900\n[plan.constraints.pin.t_cat_3]\nsplit = "row_wise"\n')
+    shown = run("plan", str(file), "--json")
+    assert shown.exit_code == 0, shown.output
+    table = json.loads(shown.stdout)["tables"][3]
+    assert (table["name"], table["num_embeddings"]) == ("t_cat_3", 900)
+    assert table["tiers"][0]["split"]["rows"] == "all"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import typer
 
-from rowmesh.cli.plan import plan_command
+from rowmesh.cli.plan import plan_app
 from rowmesh.cli.train import train_command
 from rowmesh.cli.verify import verify_command
 
@@ -17,7 +17,7 @@ app = typer.Typer(
 )
 app.command("train")(train_command)
 app.command("verify")(verify_command)
-app.command("plan")(plan_command)
+app.add_typer(plan_app, name="plan", help="Print the plan for a cluster; compare two plans.")
 
 
 @app.callback()

@@ -42,7 +42,11 @@ Batch = Annotated[int, typer.Option(help="Samples per rank and step.")]
 Dim = Annotated[int, typer.Option(help="Columns of every table.")]
 Alpha = Annotated[float, typer.Option(help="Zipf exponent of the ids; 0 is uniform.")]
 Split = Annotated[
-    str, typer.Option(help="Of all tables: auto, table_wise, row_wise or data_parallel.")
+    str,
+    typer.Option(
+        help="Of all tables: auto, data_parallel, table_wise, row_wise, column_wise, "
+        "table_row_wise or grid."
+    ),
 ]
 Exchange = Annotated[str, typer.Option(help="What travels: auto, rows or pooled.")]
 

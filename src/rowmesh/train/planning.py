@@ -15,7 +15,7 @@ from rowmesh.tables import named_collections
 from rowmesh.topology import Topology
 from rowmesh.train.machine import measure_memory
 
-__all__ = ["PlanConfig", "check_plan", "measured", "plan_run", "read_plan"]
+__all__ = ["PlanConfig", "assume_stats", "check_plan", "measured", "plan_run", "read_plan"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,15 +112,21 @@ def read_plan(file: str, topology: Topology) -> Plan:
     return plan
 
 
-def _stats(config: PlanConfig, model: nn.Module, source: Source, topology: Topology) -> Stats:
+def assume_stats(model: nn.Module, source: Source) -> Stats:
+    """Accesses of a rank if ids are Zipf: by the source's own law if it is synthetic."""
     tables = [table for _, _, members in named_collections(model) for table in members]
-    if config.batches:
-        batches = source.batches(rank=0, world=topology.world)
-        chosen = itertools.islice(batches, config.batches)
-        return Stats.from_batches(tables, (batch.sparse_features for batch in chosen))
     if not isinstance(source, SyntheticClicks):
         return Stats.assume(tables, batch_size=2048)
     factors = zip((t.name for t in tables), map(float, source.pooling_factors), strict=True)
     return Stats.assume(
         tables, batch_size=source.batch_size, pooling_factors=dict(factors), alpha=source.alpha
     )
+
+
+def _stats(config: PlanConfig, model: nn.Module, source: Source, topology: Topology) -> Stats:
+    if not config.batches:
+        return assume_stats(model, source)
+    tables = [table for _, _, members in named_collections(model) for table in members]
+    batches = source.batches(rank=0, world=topology.world)
+    chosen = itertools.islice(batches, config.batches)
+    return Stats.from_batches(tables, (batch.sparse_features for batch in chosen))
