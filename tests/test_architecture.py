@@ -8,7 +8,7 @@ import rowmesh
 
 ROOT = Path(rowmesh.__file__).parent
 REPOSITORY = Path(__file__).parent.parent
-WORDS = {"errors", "topology", "features", "tables", "placement", "stats"}
+WORDS = {"errors", "topology", "features", "tables", "placement", "stats", "typed"}
 
 # A part may import the parts listed here, itself, and WORDS. Nothing else.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -22,6 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"nn"},
     "data": set(),
     "train": {"planners", "cost", "runtime", "comm", "storage", "models", "nn", "data", "optim"},
+    "recipes": {"train", "data"},
     "cli": {"train", "planners", "cost", "comm", "data", "models", "nn"},
 }
 NO_PROCESS_GROUPS = {*WORDS, "cost", "planners", "nn", "optim", "models", "data", "storage"}

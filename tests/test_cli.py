@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +15,22 @@ from typer.testing import CliRunner
 
 import rowmesh as rm
 from rowmesh.cli import app
-from rowmesh.data import SyntheticClicks
+from rowmesh.runtime.oracle import materialise
 from rowmesh.train.launch import exit_code, launch
-from rowmesh.train.trainer import RunConfig, build_model, plan_run, train
-
-ROOT = Path(__file__).parent.parent
-TINY = ["--batch", "64", "--dim", "4", "--cap", "500"]
+from rowmesh.train.model import build_model
+from rowmesh.train.recipes import find_recipe, load_recipe
+from tests.processes import ROOT, TINY, environment, finish, settings, start, start_ranks
+from tests.sources import write_recipe
 
 
 def run(*arguments: str) -> Any:
     return CliRunner().invoke(app, list(arguments))
 
 
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "rowmesh.cli", *arguments]
-
-
-def environment(**more: str) -> dict[str, str]:
-    ours = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK")}
-    return ours | {"PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"} | more
+@pytest.fixture
+def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 def fenced(text: str, start: str) -> str:
@@ -40,13 +38,14 @@ def fenced(text: str, start: str) -> str:
     return text.split(f"```{start}", 1)[1].split("```", 1)[0]
 
 
-@pytest.mark.parametrize("arguments", [(), ("train",), ("plan",)])
+@pytest.mark.parametrize("arguments", [(), ("train",), ("verify",), ("plan",)])
 def test_help_names_the_options(arguments: tuple[str, ...]) -> None:
     result = run(*arguments, "--help")
     assert result.exit_code == 0
     wanted = {
-        (): ["train", "plan"],
-        ("train",): ["--ranks", "--steps", "--split", "--exchange", "--lr", "--json"],
+        (): ["train", "verify", "plan"],
+        ("train",): ["--ranks", "--set", "--folder", "--resume", "--plan", "--json", "TensorBoard"],
+        ("verify",): ["--plan", "--ranks", "--steps", "--json", "module:function"],
         ("plan",): ["--hosts", "--ranks-per-host", "--tables", "--json", "--out"],
     }[arguments]
     assert [w for w in wanted if w not in result.output] == []
@@ -60,20 +59,29 @@ def test_plan_for_a_cluster_that_is_not_there(tmp_path: Path) -> None:
     assert shown.stdout.startswith("plan for 64 hosts x 8 ranks")
     plan = rm.load_plan(file)
     assert len(plan.tables) == 30
-    assert shown.stdout == f"{plan}\n"
+    assert shown.stdout.startswith(f"{plan}\nmemory of a rank: not checked")
     printed = run(*options, "--json").stdout
     assert printed == file.read_text()
     assert json.loads(printed)["mesh"]["hosts"] == 64
 
 
+def test_plan_of_a_recipe(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('[data]\ncap = 900\n[plan.constraints.pin.t_cat_3]\nsplit = "row_wise"\n')
+    shown = run("plan", str(file), "--json")
+    assert shown.exit_code == 0, shown.output
+    table = json.loads(shown.stdout)["tables"][3]
+    assert (table["name"], table["num_embeddings"]) == ("t_cat_3", 900)
+    assert table["tiers"][0]["split"]["rows"] == "all"
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["train", "--split", "rowwise"], "unknown split 'rowwise': did you mean 'row_wise'?"),
-        (["train", "--exchange", "row"], "unknown exchange 'row': did you mean 'rows'?"),
-        (["train", "--batch", "0"], "batch_size is 0, but must be at least 1"),
-        (["train", "--steps", "0"], "steps is 0, but must be at least 1"),
-        (["train", "--lr", "-1"], "sparse_lr is -1.0, but must be from 0 and finite"),
+        (["train", "--set", "training.steps=x"], f"recipe {find_recipe('demo')}: training.steps"),
+        (["train", "--set", "plan.split=rowwise"], "unknown split 'rowwise': did you mean"),
+        (["train", "--set", "plan.exchange=row"], "unknown exchange 'row': did you mean 'rows'?"),
+        (["train", "no.toml"], "no recipe 'no.toml', neither a file nor a name: known are clicks"),
         (["train", "--ranks", "0"], "ranks is 0, but must be at least 1"),
         (["plan", "--tables", "0"], "number of tables is 0, but must be at least 1"),
         (["plan", "--out", "no/such/place"], "cannot write the plan to no/such/place: "),
@@ -100,14 +108,17 @@ def test_a_peers_bad_input_is_bad_input() -> None:
     assert exit_code(ValueError("InputError: x")) == 1
 
 
-def test_train_on_two_ranks_prints_the_result_as_json() -> None:
-    arguments = ["train", "--ranks", "2", "--steps", "30", *TINY, "--json"]
-    done = subprocess.run(
-        command(*arguments), capture_output=True, text=True, env=environment(), timeout=120
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    found = json.loads(done.stdout)
+def test_train_on_two_ranks_prints_the_result_as_json(tmp_path: Path) -> None:
+    more = ["training.steps=30", "training.tensorboard=true"]
+    process = start("train", "--ranks", "2", "--json", *settings(*more), cwd=tmp_path)
+    code, out, err = finish(process)
+    assert (code, err) == (0, "")
+    assert out.count("\n") == 1
+    found = json.loads(out)
     assert (found["ranks"], found["steps"], found["exactness"]) == (2, 30, "E0")
+    folder = tmp_path / found["run"]
+    assert load_recipe(folder / "config.json") == load_recipe("demo", [*TINY, *more])
+    assert rm.load_plan(folder / "plan.json").mesh.local == 2
     assert found["bytes"]["host"] > found["bytes"]["cross"] == 0
     assert found["count"] == 2 * 20 * 64
     assert 0.5 < found["auc"] < found["bayes_auc"] < 1
@@ -140,77 +151,191 @@ def test_a_failing_rank_gives_one_sentence_and_no_traceback() -> None:
     assert done.stdout.count("\n") == 1
 
 
-def test_an_interrupt_ends_all_ranks() -> None:
-    process = subprocess.Popen(
-        command("train", "--ranks", "2", "--steps", "100000", *TINY),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-        start_new_session=True,
+def wait_for_step(process: "subprocess.Popen[str]") -> list[str]:
+    """What a run prints until its first step, that line included."""
+    assert process.stdout is not None
+    lines = []
+    for line in iter(process.stdout.readline, ""):
+        lines.append(line)
+        if line.startswith("step "):
+            return lines
+    raise AssertionError(f"the run ended: {lines}")
+
+
+def all_gone(process: "subprocess.Popen[str]") -> bool:
+    """Whether every process of its session ends within seconds of the first."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if subprocess.run(["ps", "-s", str(process.pid)], capture_output=True).returncode:
+            return True
+    return False
+
+
+LONG = settings("training.steps=100000", "checkpoint.every=100000", "training.log_every=1")
+
+
+def test_an_interrupt_stops_all_ranks_after_one_step_with_a_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = start("train", "--ranks", "2", "--folder", str(folder), *LONG)
+    lines = wait_for_step(process)
+    assert lines[0].startswith("plan for 1 hosts x 2 ranks")
+    assert all(word in lines[-1] for word in ("loss", "samples/s", "MB/step"))
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to launcher and ranks
+    code, out, err = finish(process)
+    assert (code, err) == (130, "rowmesh: stopped by SIGINT\n")
+    assert all_gone(process)
+    last = out.splitlines()[-1]
+    step = int(last.removeprefix("stopped after step ").split(",")[0])
+    assert last == (
+        f"stopped after step {step}, saved after step {step}: continue with rowmesh train --folder "
+        f"{folder} --resume"
     )
-    with process:
-        assert process.stdout is not None
-        lines = iter(process.stdout.readline, "")
-        assert next(lines).startswith("plan for 1 hosts x 2 ranks")
-        step = next(line for line in lines if line.startswith("step "))
-        assert all(word in step for word in ("loss", "samples/s", "MB/step"))
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)  # to its end: every rank has closed it
-    assert (process.returncode, errors) == (130, "rowmesh: stopped by SIGINT\n")
+    more = ["--set", f"training.steps={step + 2}", "--json"]
+    result = run("train", "--folder", str(folder), "--resume", *more)  # on one rank
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["steps"] == step + 2
+    steps = [
+        json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().split("\n")[:-1]
+    ]
+    assert steps == [*range(1, step + 3), step + 2]
 
 
-def test_lines_and_result_of_a_run_in_one_process() -> None:
-    result = run("train", "--steps", "3", *TINY)
+def test_a_signal_to_one_rank_of_a_launcher_stops_all(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    ranks = start_ranks(["train", "--folder", str(folder), *LONG], ranks=2)
+    wait_for_step(ranks[0])
+    ranks[1].send_signal(signal.SIGTERM)
+    ended = [finish(rank) for rank in ranks]
+    assert [code for code, _, _ in ended] == [130, 130]
+    assert ended[0][2] == "rowmesh: stopped by SIGTERM\n"
+    assert ended[1][1:] == ("", "")
+    assert "saved after step" in ended[0][1]
+
+
+def test_a_second_interrupt_ends_a_run_that_hangs_at_once(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, "hang", at=6)
+    arguments = ["train", str(recipe), "--ranks", "2", "--folder", str(tmp_path / "run")]
+    process = start(*arguments, "--set", "training.tensorboard=false", cwd=ROOT)
+    wait_for_step(process)
+    while not (tmp_path / "mark").exists():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=2)  # rank 1 is asleep: there is no end of its step to wait for
+    process.send_signal(signal.SIGINT)
+    code, _, err = finish(process, timeout=15)
+    assert (code, err) == (130, "rowmesh: stopped by SIGINT\n")
+    assert all_gone(process)
+
+
+def test_a_reader_that_leaves_stops_the_run(tmp_path: Path) -> None:
+    process = start("train", "--ranks", "2", "--folder", str(tmp_path / "run"), *LONG)
+    wait_for_step(process)
+    assert process.stdout is not None
+    process.stdout.close()  # as head does
+    process.stdout = None
+    code, _, err = finish(process)
+    assert (code, err) == (130, "rowmesh: stopped by stdout, which was closed\n")
+    assert all_gone(process)
+
+
+def test_lines_and_result_of_a_run_in_one_process(in_tmp: Path) -> None:
+    result = run("train", *settings("training.steps=3", "training.eval_every=2"))
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[0].startswith("plan for 1 hosts x 1 ranks")
-    assert lines[-4].startswith("step 3/3  loss ")
-    assert "AUC" in lines[-3]
-    assert "a perfect model would get AUC" in lines[-2]
+    assert any(line.startswith("step 2/3  AUC ") for line in lines)
+    assert lines[-5].startswith("step 3/3  loss ")
+    assert "AUC" in lines[-4]
+    assert "a perfect model would get AUC" in lines[-3]
+    (folder,) = (in_tmp / "runs").iterdir()
+    assert lines[-1] == f"this run is in {folder.relative_to(in_tmp)}"
+    assert folder.name.startswith("demo-")
+    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "metrics.jsonl", "plan.json"]
+    assert run("train", "--folder", str(folder), *settings()).exit_code == 2
 
 
-def tiny_run(**changes: Any) -> RunConfig:
-    data = SyntheticClicks(cardinalities=(50, 40), batch_size=32, num_dense=3)
-    return RunConfig(**({"data": data, "dim": 4, "steps": 4, "eval_steps": 2} | changes))
+def test_resuming_needs_a_run_and_its_checkpoint(tmp_path: Path) -> None:
+    sentence = "--resume takes the run's own config: give --folder FOLDER, no RECIPE"
+    for arguments in (["--resume"], ["demo", "--folder", str(tmp_path), "--resume"]):
+        assert run("train", *arguments).stderr == f"rowmesh: {sentence}\n"
+    result = run("train", "--folder", str(tmp_path), "--resume")
+    assert result.stderr.startswith(f"rowmesh: there is no run in {tmp_path} to resume")
+    folder = tmp_path / "run"
+    assert run("train", "--folder", str(folder), *settings("training.steps=1")).exit_code == 0
+    result = run("train", "--folder", str(folder), "--resume")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"rowmesh: there is no checkpoint in {folder / 'checkpoints'}\n"
 
 
-def test_a_run_is_a_function_of_its_config() -> None:
-    times = {"train_s", "samples_per_s"}
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    first, again, other = (
-        {k: v for k, v in train(config, rm.init_mesh()).items() if k not in times}
-        for config in (tiny_run(), tiny_run(), tiny_run(seed=2))
+def make_case() -> tuple[Any, Any]:
+    """A model for `rowmesh verify`."""
+    config = load_recipe("demo", [*TINY, "data.cap=2000"])
+    return (
+        lambda: build_model(config.model, config.data, seed=1),
+        lambda rank, world: config.data.batches(rank=rank, world=world),
     )
-    assert first == again != other
-    assert torch.equal(before, torch.get_rng_state())
 
 
-def test_learning_rates_fall_to_zero_in_a_line() -> None:
-    """A run of n steps equals one by hand with lr * (1 - step / n)."""
-    config, mesh = tiny_run(sparse="sgd", dense="sgd", sparse_lr=0.5, dense_lr=0.25), rm.init_mesh()
-    losses: list[float] = []
-    train(config, mesh, on_step=lambda step, loss: losses.append(loss))
-    model = build_model(config)
-    rm.shard(model, plan_run(config, model, mesh.topology), mesh)
-    optimizer = rm.Optimizer(
-        model, dense=lambda p: torch.optim.SGD(p, lr=0.25), sparse=rm.SGD(lr=0.5)
-    )
-    for step in range(config.steps):
-        for group, lr in zip(optimizer.param_groups, (0.25, 0.5), strict=True):
-            group["lr"] = lr * (1 - step / config.steps)
-        found = model(config.data.batch_at(0, step))
-        assert float(found.detach().mean()) == losses[step]
-        mesh.mean(found).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def make_wrong_case() -> tuple[Any, Any]:
+    """A model that is another one every time it is built."""
+    make_model, batches = make_case()
+    number = iter(range(9))
+
+    def make_other() -> Any:
+        model = materialise(make_model())
+        with torch.no_grad():
+            weight = model.embedding_bag_collection.table_modules()["t_cat_2"].weight
+            weight[1234, 1] += next(number)  # a row that no batch reads
+        return model
+
+    return make_other, batches
 
 
-@pytest.mark.parametrize("name", ["sparse", "dense"])
-def test_an_unknown_optimiser_is_told(name: str) -> None:
-    with pytest.raises(rm.InputError, match=f"unknown {name} optimiser 'adagrab': did you mean"):
-        tiny_run(**{name: "adagrab"})
+def test_verify_a_recipe_and_a_model(tmp_path: Path) -> None:
+    result = run("verify", "demo", "--steps", "2", *settings("plan.split=row_wise"))
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout == "verified: 2 steps, 66 tensors bit-equal (E0)\n"
+    result = run("verify", "tests.test_cli:make_case", "--steps", "1", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == {
+        "exactness": "E0",
+        "num_steps": 1,
+        "num_tensors": 65,
+        "difference": None,
+        "is_equal": True,
+    }
+
+
+def test_verify_names_what_differs() -> None:
+    result = run("verify", "tests.test_cli:make_wrong_case", "--json")
+    assert result.exit_code == 1
+    assert result.stderr == ""
+    found = json.loads(result.stdout)["difference"]
+    assert (found["what"], found["place"]) == ("table 't_cat_2'", [1234, 1])
+    result = run("verify", "tests.test_cli:make_wrong_case")
+    assert result.exit_code == 1
+    wanted = "NOT equal after 3 steps (E0): table 't_cat_2', row 1234, column 1: "
+    assert result.stdout.startswith(wanted)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["demos"], "no recipe 'demos', neither a file nor a name: did you mean 'demo'?"),
+        (["demo", "--steps", "0"], "steps is 0, but must be at least 1"),
+        (["no_module:f"], "cannot call no_module:f: ModuleNotFoundError: "),
+        (["tests.test_cli:no"], "cannot call tests.test_cli:no: AttributeError: "),
+        (["tests.test_cli:command"], "cannot call tests.test_cli:command: "),
+        (["os:getcwd"], "os:getcwd must return two callables, make_model() and batches(rank, "),
+        (["os:getcwd", "--set", "seed=1"], "--set changes recipes, but os:getcwd is a model"),
+    ],
+)
+def test_verify_takes_no_nonsense(arguments: list[str], sentence: str) -> None:
+    result = run("verify", *arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"rowmesh: {sentence}")
+    assert result.stderr.count("\n") == 1
 
 
 def test_the_readme_quotes_the_example_and_a_true_plan() -> None:

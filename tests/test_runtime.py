@@ -522,7 +522,7 @@ def verified_wrongly(mesh: Mesh) -> str:
 def test_verify_names_table_row_and_column_that_differ_first() -> None:
     message = run_on_ranks(2, verified_wrongly)[0]
     assert message.startswith("NOT equal after 0 steps (E0): ")
-    assert "collections.0.embedding_bags.c0_t1.weight, row 7, column 2: " in message
+    assert "table 'c0_t1', row 7, column 2: " in message
 
 
 def traffic(mesh: Mesh, split: str, exchange: str) -> Any:

@@ -1,10 +1,11 @@
-"""The command line: `rowmesh train` and `rowmesh plan`. A command a file."""
+"""The command line: `rowmesh train`, `verify`, `plan` and `doctor`. A command a file."""
 
 import typer
 
 from rowmesh.cli.doctor import doctor_command
-from rowmesh.cli.plan import plan_command
+from rowmesh.cli.plan import plan_app
 from rowmesh.cli.train import train_command
+from rowmesh.cli.verify import verify_command
 
 __all__ = ["app", "main"]
 
@@ -12,11 +13,13 @@ app = typer.Typer(
     name="rowmesh",
     help="Train recommendation models whose embedding tables outgrow a device.",
     no_args_is_help=True,
+    rich_markup_mode="markdown",  # paragraphs are filled to the width of the terminal
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command("train")(train_command)
-app.command("plan")(plan_command)
+app.command("verify")(verify_command)
+app.add_typer(plan_app, name="plan", help="Print the plan for a cluster; compare two plans.")
 app.command("doctor")(doctor_command)
 
 

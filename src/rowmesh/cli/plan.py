@@ -1,49 +1,202 @@
-"""`rowmesh plan`."""
+"""`rowmesh plan` and `rowmesh plan diff`."""
 
 import itertools
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import Progress
+from typer.core import TyperGroup
 
-from rowmesh.cli.terminal import Alpha, Batch, Dim, Exchange, Split, one_sentence
+from rowmesh.cli.terminal import Alpha, Batch, Exchange, Split, one_sentence
+from rowmesh.cli.workload import Workload, read_workload, workload_of_run
 from rowmesh.data import CRITEO_KAGGLE, SyntheticClicks
 from rowmesh.errors import InputError
-from rowmesh.placement import save_plan
+from rowmesh.placement import Plan, load_plan, save_plan
+from rowmesh.placement.diff import diff_plans
 from rowmesh.placement.document import plan_to_json
+from rowmesh.placement.text import render_why
+from rowmesh.planners import plan_tables
 from rowmesh.topology import Topology
-from rowmesh.train.trainer import RunConfig, build_model, plan_run
+from rowmesh.train.config import RunConfig
+from rowmesh.train.machine import measure_memory
+from rowmesh.train.model import ModelConfig
+from rowmesh.train.planning import PlanConfig
 
-__all__ = ["plan_command"]
+__all__ = ["plan_app"]
 
-_DEFAULT = RunConfig()
+_DATA, _PLAN = SyntheticClicks(), PlanConfig()
+_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_QUIET_S = 2.0  # a bar appears after so long
 
 
+class _PlanGroup(TyperGroup):
+    """`rowmesh plan ...` is a command of its own, unless the first word is `diff`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or args[0] != "diff":
+            args = ["make", *args]
+        return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        return "" if name == "make" else name, command, rest  # help says `rowmesh plan [OPTIONS]`
+
+
+plan_app = typer.Typer(cls=_PlanGroup, add_completion=False)
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        help="Memory of a rank for rows and optimiser state: 80GiB, 512MiB, or none for no limit. "
+        "Default: measured here if there is one host, else no limit."
+    ),
+]
+
+
+@plan_app.command("make")
 def plan_command(
+    source: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[RECIPE|TABLES.json]",
+            help='{"tables": [{"name", "num_embeddings", "embedding_dim", "feature_names", '
+            '"pooling_factor"?, "data_type"?, "pooling"?}], "constraints"?}; '
+            "default: tables of Criteo's sizes.",
+            show_default=False,
+        ),
+    ] = None,
     hosts: Annotated[int, typer.Option(help="Number of hosts.")] = 1,
     ranks_per_host: Annotated[int, typer.Option(help="Ranks (devices) on each host.")] = 2,
     tables: Annotated[
-        int, typer.Option(help="Number of tables; beyond 26 Criteo's sizes repeat.")
-    ] = len(CRITEO_KAGGLE),
-    batch: Batch = _DEFAULT.data.batch_size,
-    dim: Dim = 64,
-    cap: Annotated[int | None, typer.Option(help="Most rows of a table; default no limit.")] = None,
-    alpha: Alpha = _DEFAULT.data.alpha,
-    split: Split = _DEFAULT.split,
-    exchange: Exchange = _DEFAULT.exchange,
+        int | None,
+        typer.Option(help="Without a file: number of tables; beyond 26 Criteo's sizes repeat."),
+    ] = None,
+    dim: Annotated[
+        int | None, typer.Option(help="Without a file: columns of every table; default 64.")
+    ] = None,
+    cap: Annotated[
+        int | None, typer.Option(help="Without a file: most rows of a table; default no limit.")
+    ] = None,
+    batch: Batch = _DATA.batch_size,
+    alpha: Alpha = _DATA.alpha,
+    split: Split = _PLAN.split,
+    exchange: Exchange = _PLAN.exchange,
+    memory_per_rank: Memory = None,
+    why: Annotated[
+        bool, typer.Option("--why", help="Print the runner-up of every table, and its cost.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the plan to this file as JSON.")] = None,
 ) -> None:
-    """Print the plan for a cluster, without any cluster: tables of Criteo's sizes, Zipf ids."""
+    """Print the plan for a cluster, without any cluster; ids are assumed Zipf.
+
+    rowmesh plan diff A B compares two plan files.
+    """
     with one_sentence():
-        sizes = tuple(itertools.islice(itertools.cycle(CRITEO_KAGGLE), max(tables, 0)))
-        data = SyntheticClicks(cardinalities=sizes, cap=cap, alpha=alpha, batch_size=batch)
-        config = RunConfig(data=data, dim=dim, split=split, exchange=exchange)
-        topology = Topology(hosts=hosts, local=ranks_per_host)
-        plan = plan_run(config, build_model(config), topology, num_batches=0)
+        workload = _workload(source, tables=tables, dim=dim, cap=cap, batch=batch, alpha=alpha)
+        limit, said = _memory(memory_per_rank, hosts, ranks_per_host)
+        topology = Topology(hosts=hosts, local=ranks_per_host, memory_bytes=limit)
+        with _bar() as on_progress:
+            plan = plan_tables(
+                workload.tables,
+                topology,
+                stats=workload.stats,
+                dense=workload.dense,
+                split=split,
+                exchange=exchange,
+                constraints=workload.constraints,
+                on_progress=on_progress,
+            )
         if out is not None:
-            try:
-                save_plan(plan, out)
-            except OSError as error:
-                raise InputError(f"cannot write the plan to {out}: {error.strerror}") from None
-        typer.echo(plan_to_json(plan) if as_json else str(plan), nl=not as_json)
+            _write(plan, out)
+        if as_json:
+            typer.echo(plan_to_json(plan), nl=False)
+        else:
+            typer.echo("\n".join([str(plan), said, *([render_why(plan)] if why else [])]))
+
+
+@plan_app.command("diff")
+def diff_command(
+    before: Annotated[Path, typer.Argument(metavar="A", help="A plan.json.")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="Another plan.json.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the changes as JSON.")] = False,
+) -> None:
+    """Print what changes from plan A to plan B: tables, memory per rank, expected bytes."""
+    with one_sentence():
+        found = diff_plans(load_plan(before), load_plan(after))
+        typer.echo(found.to_json() if as_json else str(found), nl=not as_json)
+
+
+def _workload(
+    source: Path | None,
+    *,
+    tables: int | None,
+    dim: int | None,
+    cap: int | None,
+    batch: int,
+    alpha: float,
+) -> Workload:
+    if source is not None:
+        for name, value in (("--tables", tables), ("--dim", dim), ("--cap", cap)):
+            if value is not None:
+                raise InputError(f"{name} {value} goes without a file, but {source} was given")
+        return read_workload(source, batch_size=batch, alpha=alpha)
+    number = len(CRITEO_KAGGLE) if tables is None else max(tables, 0)
+    sizes = tuple(itertools.islice(itertools.cycle(CRITEO_KAGGLE), number))
+    data = SyntheticClicks(cardinalities=sizes, cap=cap, alpha=alpha, batch_size=batch)
+    return workload_of_run(RunConfig(data=data, model=ModelConfig(dim=64 if dim is None else dim)))
+
+
+def _memory(text: str | None, hosts: int, local: int) -> tuple[int | None, str]:
+    """The limit of a rank, and a line that says where it is from."""
+    limit = None if text is None else _parse_bytes(text)
+    if text is None and hosts == 1 and local >= 1:
+        limit = measure_memory(local)
+        if limit is not None:
+            return limit, f"memory of a rank: {limit / 2**30:.2f} GiB, measured here and shared out"
+    if limit is None:
+        return None, "memory of a rank: not checked; say --memory-per-rank, e.g. 80GiB"
+    return limit, f"memory of a rank: {limit / 2**30:.2f} GiB, as given"
+
+
+def _parse_bytes(text: str) -> int | None:
+    if text == "none":
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(\w*)", text)
+    if match is None or match[2] not in _UNITS or float(match[1]) <= 0.0:
+        raise InputError(
+            f"memory-per-rank is {text!r}, but must be none or a number of "
+            f"{', '.join(unit for unit in _UNITS if unit)}"
+        )
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _write(plan: Plan, out: Path) -> None:
+    try:
+        save_plan(plan, out)
+    except OSError as error:
+        raise InputError(f"cannot write the plan to {out}: {error.strerror}") from None
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[float], None]]:
+    """A bar on the terminal's stderr, once planning has taken two seconds."""
+    bar = Progress(console=Console(file=sys.stderr), transient=True)
+    task, start = bar.add_task("planning", total=1.0), time.monotonic()
+
+    def show(share: float) -> None:
+        if bar.console.is_terminal and time.monotonic() - start > _QUIET_S:
+            bar.start()
+            bar.update(task, completed=share)
+
+    try:
+        yield show
+    finally:
+        if bar.live.is_started:  # to stop it writes a line, even if nothing was shown
+            bar.stop()

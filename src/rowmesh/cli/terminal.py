@@ -9,14 +9,44 @@ import typer
 
 from rowmesh.errors import RowmeshError
 from rowmesh.train.launch import exit_code
+from rowmesh.train.stop import INTERRUPTED
 
-__all__ = ["Alpha", "Batch", "Dim", "Exchange", "Split", "one_sentence"]
+__all__ = [
+    "Alpha",
+    "Batch",
+    "Dim",
+    "Exchange",
+    "Ranks",
+    "Recipe",
+    "Settings",
+    "Split",
+    "one_sentence",
+]
 
+Recipe = Annotated[
+    str | None, typer.Argument(help="A recipe: a file, or demo, clicks, dcn.", show_default=False)
+]
+Ranks = Annotated[
+    int | None,
+    typer.Option(help="Processes to start here; default one, or the ranks of torchrun."),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Change a setting of the recipe, as training.steps=100; may be repeated.",
+    ),
+]
 Batch = Annotated[int, typer.Option(help="Samples per rank and step.")]
 Dim = Annotated[int, typer.Option(help="Columns of every table.")]
 Alpha = Annotated[float, typer.Option(help="Zipf exponent of the ids; 0 is uniform.")]
 Split = Annotated[
-    str, typer.Option(help="Of all tables: auto, table_wise, row_wise or data_parallel.")
+    str,
+    typer.Option(
+        help="Of all tables: auto, data_parallel, table_wise, row_wise, column_wise, "
+        "table_row_wise or grid."
+    ),
 ]
 Exchange = Annotated[str, typer.Option(help="What travels: auto, rows or pooled.")]
 
@@ -30,7 +60,7 @@ def one_sentence() -> Iterator[None]:
     except RowmeshError as error:
         sentence, code = " ".join(str(error).split()), exit_code(error)
     except KeyboardInterrupt as error:
-        sentence, code = f"stopped by {error or 'SIGINT'}", 130
+        sentence, code = f"stopped by {error or 'SIGINT'}", INTERRUPTED
     if os.environ.get("RANK", "0") == "0":
         typer.echo(f"rowmesh: {sentence}", err=True)
     raise typer.Exit(code)

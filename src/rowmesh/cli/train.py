@@ -1,75 +1,160 @@
 """`rowmesh train`."""
 
+import contextlib
 import functools
 import json
-from typing import Annotated
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-from rowmesh.cli.terminal import Alpha, Batch, Dim, Exchange, Split, one_sentence
+from rowmesh.cli.terminal import Ranks, Recipe, Settings, one_sentence
 from rowmesh.cli.view import View
 from rowmesh.comm.mesh import Mesh
-from rowmesh.data import SyntheticClicks
+from rowmesh.errors import InputError
 from rowmesh.topology import Topology
+from rowmesh.train.agree import on_rank_0
+from rowmesh.train.board import open_board
+from rowmesh.train.config import RunConfig
+from rowmesh.train.folder import MetricsFile, RunFolder, without_nan
 from rowmesh.train.launch import launch
-from rowmesh.train.trainer import RunConfig, build_model, plan_run, train
+from rowmesh.train.model import build_model
+from rowmesh.train.planning import check_plan
+from rowmesh.train.recipes import load_recipe
+from rowmesh.train.stop import Stop
+from rowmesh.train.trainer import Listener, Trainer
 
 __all__ = ["train_command"]
 
-_DEFAULT = RunConfig()
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Order:
+    """What the command line asked for; every rank reads the recipe itself."""
+
+    recipe: str
+    settings: tuple[str, ...]
+    path: Path | None
+    resume: bool
+    as_json: bool
+
+    def config(self) -> RunConfig:
+        """The run's config."""
+        if self.resume:
+            assert self.path is not None
+            return RunFolder(self.path).load_config(self.settings)
+        return load_recipe(self.recipe, self.settings)
+
+    def folder(self) -> RunFolder:
+        """The run's folder, which a new run must not find in use."""
+        folder = RunFolder(self.path) if self.path else RunFolder.named(Path(self.recipe).stem)
+        if not self.resume:
+            folder.check_free()
+        return folder
 
 
 def train_command(
-    ranks: Annotated[
-        int | None,
-        typer.Option(help="Processes to start here; default one, or the ranks of torchrun."),
+    recipe: Recipe = None,
+    ranks: Ranks = None,
+    settings: Settings = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the run; default runs/<recipe>-<time>."),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Training steps.")] = _DEFAULT.steps,
-    batch: Batch = _DEFAULT.data.batch_size,
-    dim: Dim = _DEFAULT.dim,
-    cap: Annotated[int, typer.Option(help="Most rows of a table.")] = _DEFAULT.data.cap or 0,
-    alpha: Alpha = _DEFAULT.data.alpha,
-    split: Split = _DEFAULT.split,
-    exchange: Exchange = _DEFAULT.exchange,
-    lr: Annotated[
-        float, typer.Option(help="First learning rate, of tables and layers; it falls to 0.")
-    ] = _DEFAULT.sparse_lr,
-    seed: Annotated[int, typer.Option(help="Of the initial values and the data.")] = _DEFAULT.seed,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Continue the run in --folder from its last checkpoint."),
+    ] = False,
+    plan: Annotated[
+        Path | None, typer.Option(help="Use this plan.json: short for --set plan.file=FILE.")
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as one JSON object, nothing else.")
     ] = False,
 ) -> None:
-    """Train a DLRM on synthetic clicks of Criteo's shape, whose truth is known, and evaluate it.
+    """Train the model of a recipe and evaluate it on held-out data.
 
-    With two ranks on two cores the default takes about a minute.
+    RECIPE is a TOML file, a Python file with a function recipe() -> RunConfig, or the name of a
+    recipe that comes with rowmesh: demo (the default; synthetic clicks whose truth is known,
+    about a minute on two ranks), clicks (Parquet files: --set data.path=FOLDER) or dcn.
+
+    The run folder gets config.json, plan.json, metrics.jsonl and, with --set checkpoint.every=N,
+    checkpoints; where TensorBoard is installed it is written for too. --resume takes the stored
+    config, on any number of ranks; --set may then change training, checkpoint, plan, data.path,
+    learning rates and their schedule.
+
+    Ctrl-C or SIGTERM stops all ranks after the same step, with a checkpoint if the run saves any;
+    a second one ends them at once. Exit code 0: done; 2: bad input; 130: stopped; else 1.
 
     Under torchrun, on one host or many: torchrun --nproc-per-node 2 -m rowmesh.cli train
     """
     with one_sentence():
-        config = RunConfig(
-            data=SyntheticClicks(cap=cap, alpha=alpha, batch_size=batch, seed=seed),
-            dim=dim,
-            split=split,
-            exchange=exchange,
-            sparse_lr=lr,
-            dense_lr=lr,
-            steps=steps,
-            seed=seed,
+        if resume and (folder is None or recipe is not None):
+            raise InputError("--resume takes the run's own config: give --folder FOLDER, no RECIPE")
+        more = [] if plan is None else [f"plan.file={plan}"]
+        order = _Order(
+            recipe=recipe or "demo",
+            settings=(*(settings or ()), *more),
+            path=folder,
+            resume=resume,
+            as_json=as_json,
         )
-        here = Topology(local=max(ranks or 1, 1))
-        plan_run(config, build_model(config), here, num_batches=0)  # fail before ranks start
-        launch(functools.partial(_train_rank, config, as_json), ranks=ranks)
+        config = order.config()  # fail before ranks start
+        order.folder()
+        config.training.num_steps(config.data)
+        model = build_model(config.model, config.data, seed=config.seed)
+        check_plan(config.plan, model, Topology(local=max(ranks or 1, 1)))
+        launch(functools.partial(_train_rank, order), ranks=ranks)
 
 
-def _train_rank(config: RunConfig, as_json: bool, mesh: Mesh) -> None:
-    """One rank of `rowmesh train`; rank 0 prints."""
-    if mesh.rank != 0:
-        train(config, mesh)
-    elif as_json:
-        found = train(config, mesh)
-        known = {k: None if v != v else v for k, v in found.items()}  # JSON has no nan
-        print(json.dumps(known), flush=True)
-    else:
-        with View(config, mesh) as view:
-            found = train(config, mesh, on_plan=view.show_plan, on_step=view.show_step)
+def _train_rank(order: _Order, mesh: Mesh) -> None:
+    """One rank of `rowmesh train`; rank 0 prints and writes."""
+    config = order.config()
+    folder = RunFolder(on_rank_0(mesh, lambda: order.folder().path))
+    with Stop(mesh) as stop, contextlib.ExitStack() as closing:
+        trainer = Trainer(config, mesh, folder=folder, resume=order.resume)
+        on_rank_0(mesh, lambda: folder.write(config, trainer.plan))
+        view = None
+        listeners: list[Listener] = []
+        if mesh.rank == 0:
+            listeners += _writers(config, folder, trainer, closing)
+        if mesh.rank == 0 and not order.as_json:
+            shape = {"num_steps": trainer.num_steps, "world": mesh.world}
+            view = closing.enter_context(View(**shape, first_step=trainer.start, stop=stop))
+            listeners.append(view)
+        found = trainer.run(listeners=listeners, stop=stop)
+        reasons = mesh.gather_objects(stop.reason) if found["is_stopped"] else []
+    if view is not None:
         view.show_result(found)
+        view.say(_epilogue(found, folder))
+    elif mesh.rank == 0:
+        print(json.dumps(without_nan(found | {"run": str(folder.path)})), flush=True)
+    if reasons:
+        raise KeyboardInterrupt(next(reason for reason in reasons if reason))
+
+
+def _writers(
+    config: RunConfig, folder: RunFolder, trainer: Trainer, closing: contextlib.ExitStack
+) -> list[Listener]:
+    every, start = config.training.log_every, trainer.start
+    metrics = MetricsFile(folder.metrics, log_every=every, after=start)
+    closing.callback(metrics.close)
+    found: list[Listener] = [metrics]
+    if config.training.tensorboard:
+        board = open_board(folder.tensorboard, log_every=every, after=start)
+        if board is not None:
+            closing.callback(board.close)
+            found.append(board)
+    return found
+
+
+def _epilogue(found: dict[str, Any], folder: RunFolder) -> str:
+    where = f"this run is in {folder.path}"
+    if not found["is_stopped"]:
+        return where
+    if found["saved_step"] is None:
+        return f"stopped after step {found['steps']}, without a checkpoint; {where}"
+    return (
+        f"stopped after step {found['steps']}, saved after step {found['saved_step']}: continue "
+        f"with rowmesh train --folder {folder.path} --resume"
+    )

@@ -1,15 +1,17 @@
 """What a training run prints."""
 
 import math
+import os
+import sys
 import time
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from rowmesh.comm.mesh import Mesh
 from rowmesh.placement import Plan
-from rowmesh.train.trainer import RunConfig
+from rowmesh.train.stop import Stop
+from rowmesh.train.tally import StepRecord
 
 __all__ = ["View"]
 
@@ -17,10 +19,13 @@ _LINE_EVERY_S = 3.0
 
 
 class View:
-    """What a run prints: the plan, a bar (lines if stdout is no terminal), the result."""
+    """What a run prints: the plan, a bar (lines if stdout is no terminal), the result.
 
-    def __init__(self, config: RunConfig, mesh: Mesh) -> None:
-        self._config, self._mesh = config, mesh
+    When nobody reads stdout any more, as in ``rowmesh train | head``, it asks for a stop.
+    """
+
+    def __init__(self, *, num_steps: int, world: int, first_step: int, stop: Stop) -> None:
+        self._num_steps, self._world, self._stop = num_steps, world, stop
         self._console = Console(highlight=False, soft_wrap=True)
         self._bar = Progress(
             BarColumn(bar_width=24),
@@ -31,9 +36,10 @@ class View:
             refresh_per_second=4,
             disable=not self._console.is_terminal,
         )
-        self._task = self._bar.add_task("train", total=config.steps, text="")
-        self._start, self._shown = 0.0, -math.inf
-        self._loss = math.nan
+        self._task = self._bar.add_task("train", total=num_steps, text="", completed=first_step)
+        self._shown, self._loss = -math.inf, math.nan
+        self._steps, self._samples, self._seconds = 0, 0, 0.0
+        self._sent = {"host": 0, "cross": 0}
 
     def __enter__(self) -> "View":
         return self
@@ -42,38 +48,76 @@ class View:
         self._bar.stop()
 
     def show_plan(self, plan: Plan) -> None:
-        self._console.print(str(plan), markup=False)
+        """The plan, then the bar."""
+        self.say(str(plan))
         self._bar.start()
-        self._start = time.perf_counter()
 
-    def show_step(self, step: int, loss: float) -> None:
-        self._loss = loss if math.isnan(self._loss) else 0.95 * self._loss + 0.05 * loss
-        now, last = time.perf_counter(), step == self._config.steps
+    def show_step(self, record: StepRecord) -> None:
+        """Move the bar, or print a line now and then."""
+        smooth = 0.95 * self._loss + 0.05 * record.loss
+        self._loss = record.loss if math.isnan(smooth) else smooth
+        self._steps += 1
+        self._samples += record.samples
+        self._seconds += record.seconds
+        for link, amount in record.by_link().items():
+            self._sent[link] += amount
+        now, last = time.perf_counter(), record.step == self._num_steps
+        pause = _LINE_EVERY_S if self._bar.disable else 0.25
+        if now - self._shown < pause and not last:
+            return
+        self._shown = now
         if self._bar.disable:
-            if now - self._shown >= _LINE_EVERY_S or last:
-                self._shown = now
-                print(f"step {step}/{self._config.steps}  {self._text(step, now)}", flush=True)
-        elif now - self._shown >= 0.25 or last:
-            self._shown = now
-            self._bar.update(self._task, completed=step, text=self._text(step, now))
+            self.say(f"step {record.step}/{self._num_steps}  {self._text()}")
+        else:
+            self._bar.update(self._task, completed=record.step, text=self._text())
 
-    def _text(self, step: int, now: float) -> str:
-        samples = step * self._config.data.batch_size * self._mesh.world
-        sent = {link: b / step / 1e6 for link, b in self._mesh.ledger.by_link().items()}
-        return (
-            f"loss {self._loss:.4f}  {samples / (now - self._start):,.0f} samples/s  "
-            f"MB/step {sent['host']:.2f} in host, {sent['cross']:.2f} across"
-        )
+    def show_evaluation(self, step: int, found: dict[str, Any]) -> None:
+        """One line; the last evaluation is part of the result."""
+        if step < self._num_steps:
+            self.say(f"step {step}/{self._num_steps}  {_metrics(found)}")
 
     def show_result(self, found: dict[str, Any]) -> None:
-        sent = {k: b / found["steps"] / found["ranks"] / 1e6 for k, b in found["bytes"].items()}
-        print(
-            f"held-out samples {found['count']:,.0f}: AUC {found['auc']:.4f}, "
-            f"NE {found['ne']:.4f}, logloss {found['logloss']:.4f}\n"
-            f"a perfect model would get AUC {found['bayes_auc']:.4f}, NE {found['bayes_ne']:.4f}"
-            f" (the data is planted)\n"
-            f"{found['steps']} steps on {found['ranks']} ranks in {found['train_s']:.1f} s, "
-            f"{found['samples_per_s']:,.0f} samples/s; a rank sent {sent['host']:.2f} MB a step "
-            f"inside the host, {sent['cross']:.2f} MB across hosts",
-            flush=True,
+        """What the whole run came to."""
+        if found["is_stopped"]:
+            return
+        lines = [f"held-out samples {found['count']:,.0f}: {_metrics(found)}"]
+        if not math.isnan(found["bayes_auc"]):
+            lines.append(
+                f"a perfect model would get AUC {found['bayes_auc']:.4f}, "
+                f"NE {found['bayes_ne']:.4f} (the data is planted)"
+            )
+        if self._steps:
+            lines.append(
+                f"{self._steps} steps on {found['ranks']} ranks in {found['train_s']:.1f} s, "
+                f"{found['samples_per_s']:,.0f} samples/s; a rank sent {self._mb('host'):.2f} MB "
+                f"a step inside the host, {self._mb('cross'):.2f} MB across hosts"
+            )
+        self.say("\n".join(lines))
+
+    def say(self, text: str) -> None:
+        """Print plain text, above the bar if there is one."""
+        try:
+            if self._bar.disable:
+                print(text, flush=True)
+            else:
+                self._console.print(text, markup=False)
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())  # for what is still in its buffer
+            os.close(nowhere)
+            self._stop.request("stdout, which was closed")
+
+    def _text(self) -> str:
+        speed = self._samples / max(self._seconds, 1e-9)
+        return (
+            f"loss {self._loss:.4f}  {speed:,.0f} samples/s  "
+            f"MB/step {self._mb('host'):.2f} in host, {self._mb('cross'):.2f} across"
         )
+
+    def _mb(self, link: str) -> float:
+        """Mean MB that a rank sent a step."""
+        return self._sent[link] / max(self._steps, 1) / self._world / 1e6
+
+
+def _metrics(found: dict[str, Any]) -> str:
+    return f"AUC {found['auc']:.4f}, NE {found['ne']:.4f}, logloss {found['logloss']:.4f}"

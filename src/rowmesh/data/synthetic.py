@@ -3,8 +3,9 @@
 Every batch is a function of (seed, rank, step), so ranks need not talk and runs can be repeated.
 """
 
+import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
@@ -87,6 +88,7 @@ class SyntheticClicks:
         seed: Below 2^32. Changes the data and the truth.
         labels: A `LabelModel` or its value.
         click_rate: Mean label.
+        held_out_batches: Batches of each rank kept for evaluation.
 
     Raises:
         InputError: If an argument is out of range or a name is unknown.
@@ -101,6 +103,7 @@ class SyntheticClicks:
     seed: int = 1
     labels: LabelModel | str = LabelModel.OPTIMISERS
     click_rate: float = 0.25
+    held_out_batches: int = 20
     _cache: _Cache = field(default_factory=_Cache, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -120,6 +123,7 @@ class SyntheticClicks:
         _check_range("rows of the smallest table", min(self.num_rows), 1)
         _check_range("smallest pooling", min(self.pooling_factors), 1)
         _check_range("batch_size", self.batch_size, 1)
+        _check_range("held_out_batches", self.held_out_batches, 1, EVAL_STEP - 1)
         _check_range("num_dense", self.num_dense, 0)
         _check_range("seed", self.seed, 0, _WORD - 1)
         _check_range("alpha", self.alpha, 0, 100)
@@ -189,6 +193,19 @@ class SyntheticClicks:
             labels=torch.from_numpy(clicks.astype(np.float32)),
             true_probabilities=torch.from_numpy(true.astype(np.float32)),
         )
+
+    @property
+    def steps_per_epoch(self) -> None:
+        """None: the data has no end."""
+
+    def batches(self, *, rank: int, world: int, start: int = 0) -> Iterator[Batch]:
+        """`batch_at` of this rank from step ``start`` on; another world only adds ranks."""
+        return (self.batch_at(rank, step) for step in itertools.count(start))
+
+    def held_out(self, *, rank: int, world: int) -> Iterator[Batch]:
+        """`batch_at` of this rank at `EVAL_STEP` and after, `held_out_batches` of them."""
+        steps = range(EVAL_STEP, EVAL_STEP + self.held_out_batches)
+        return (self.batch_at(rank, step) for step in steps)
 
     def rows_by_popularity(self, table: int) -> Tensor:
         """``[rows]``: row ids of a table, the most popular first."""

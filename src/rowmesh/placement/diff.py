@@ -105,13 +105,20 @@ def _settings(plan: Plan) -> dict[str, str]:
     }
 
 
+def _ranks(ranks: tuple[int, ...]) -> str:
+    """A run of ranks as its ends, others as a list."""
+    if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[0] + len(ranks))):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ",".join(map(str, ranks))
+
+
 def _describe(table: TablePlan) -> dict[str, str]:
     """Every setting of a table in words; plans that differ in one differ in its words."""
     tiers = table.tiers
     return {
         "split": table.word,
         "columns": ", ".join(str(tier.split.columns) for tier in tiers),
-        "ranks": "; ".join(",".join(map(str, tier.ranks)) for tier in tiers),
+        "ranks": "; ".join(_ranks(tier.ranks) for tier in tiers),
         "exchange": table.exchange.value,
         "dedup": str(table.dedup).lower(),
         "store": ", ".join(tier.store for tier in tiers),

@@ -3,10 +3,8 @@
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from rowmesh.placement.columns import column_bounds
+from rowmesh.placement.homes import Homes
 from rowmesh.placement.plan import Plan, TablePlan, Tier
 
 __all__ = ["RULE_STATES", "RuleState", "bytes_per_rank", "tier_bytes"]
@@ -45,14 +43,15 @@ def bytes_per_rank(
     no state.
     """
     state = RuleState(row_bytes=state_bytes_per_row, element_bytes=state_bytes_per_element)
-    totals = np.zeros(plan.mesh.hosts * plan.mesh.local, dtype=np.int64)
+    totals = [0] * (plan.mesh.hosts * plan.mesh.local)
     for table in plan.tables:
         for tier in table.tiers:
-            totals[list(tier.ranks)] += tier_bytes(table, tier, state=state)
-    return [int(total) for total in totals]
+            for rank, held in zip(tier.ranks, tier_bytes(table, tier, state=state), strict=True):
+                totals[rank] += held
+    return totals
 
 
-def tier_bytes(table: TablePlan, tier: Tier, *, state: RuleState) -> NDArray[np.int64]:
+def tier_bytes(table: TablePlan, tier: Tier, *, state: RuleState) -> list[int]:
     """Bytes of one tier on each of its ranks, in their order.
 
     An owner's rows are those of `Homes.num_slots`; a row of a piece of c columns takes c elements
@@ -65,17 +64,9 @@ def tier_bytes(table: TablePlan, tier: Tier, *, state: RuleState) -> NDArray[np.
     row, element = 0, table.row_bytes // table.embedding_dim
     if table.trainable:
         row, element = state.row_bytes, element + state.element_bytes
-    widths = [last - first for first, last in column_bounds(table.embedding_dim, columns)]
-    per_row = row + element * np.array(widths, dtype=np.int64)
-    found = per_row[:, None] * _slots(num_rows, table.virtual_shards, owners)
-    if tier.split.kind == "whole":
-        return np.full(len(tier.ranks), found[0, 0])
-    return found.reshape(-1)
-
-
-def _slots(num_rows: int, num_shards: int, num_owners: int) -> NDArray[np.int64]:
-    """`Homes.num_slots` of every owner."""
-    owner = np.arange(num_owners, dtype=np.int64)
-    whole, rest = divmod(num_rows, num_shards)
-    width = np.maximum(0, -(-(num_shards - owner) // num_owners))
-    return whole * width + np.maximum(0, -(-(rest - owner) // num_owners))
+    homes = Homes(num_rows, table.virtual_shards, owners)
+    slots = [homes.num_slots(owner) for owner in range(owners)]
+    bounds = column_bounds(table.embedding_dim, columns)
+    found = [(row + element * (last - first)) * n for first, last in bounds for n in slots]
+    # Copies list more ranks than one copy takes: each host or rank has all of it.
+    return [found[i % len(found)] for i in range(len(tier.ranks))]

@@ -72,7 +72,7 @@ def draft(
     tables: list[list[Part]] = []
     for i, table in enumerate(unit.tables):
         placed = option.place(table, i, ranks)
-        held += tier_bytes(placed, placed.rest, state=state)
+        held += np.array(tier_bytes(placed, placed.rest, state=state), dtype=np.int64)
         tables.append(expect_parts(placed, unit.accesses[i], topology=topology, state=state))
     columns = list(zip(*tables, strict=True))  # of each piece, the part of every table
     pieces = []

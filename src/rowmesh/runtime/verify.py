@@ -1,5 +1,6 @@
 """`rm.verify`: prove on the user's own model and batches that the sharded model is the model."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -128,6 +129,12 @@ def verify(
     return result
 
 
+def _words(key: str) -> str:
+    """A state-dict key as one speaks of it."""
+    found = re.search(r"(?:^|\.)(?:embedding_bags|embeddings)\.(.+)\.weight$", key)
+    return f"table {found[1]!r}" if found else f"parameter {key!r}"
+
+
 def _compare(
     oracle: Oracle,
     plan: Plan,
@@ -143,7 +150,7 @@ def _compare(
         for rank, (_, losses) in enumerate(everyone):
             pairs.append((f"losses of rank {rank}, step {step}", losses[step], expected[rank]))
     whole = oracle.model.state_dict()
-    pairs += [(f"{name}", tables[name], whole[name]) for name in whole]
+    pairs += [(_words(name), tables[name], whole[name]) for name in whole]
     for name, state in states.items():
         pairs += [
             (f"state {key!r} of table {name!r}", value, oracle.states[name][key])

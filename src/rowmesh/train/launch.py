@@ -2,17 +2,21 @@
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import re
+import signal
 import sys
 import tempfile
+import threading
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from multiprocessing import resource_tracker
+from typing import NoReturn, TypeVar
 
 import torch
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import (
     ChildFailedError,
     ProcessFailure,
@@ -23,14 +27,16 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from rowmesh.comm.mesh import Mesh, init_mesh
 from rowmesh.comm.status import sentence_of
 from rowmesh.errors import InputError, PeerError
+from rowmesh.train.stop import INTERRUPTED, SIGNALS
 
 __all__ = ["exit_code", "launch"]
 
 T = TypeVar("T")
 
-_BAD_INPUT, _OTHER, _INTERRUPTED = 2, 1, 130
-_SHUTDOWN_S = 8  # ranks that ignore the signal so long are killed
+_BAD_INPUT, _OTHER = 2, 1
+_SHUTDOWN_S = 8  # ranks that outlive a failed one so long are killed
 _LAUNCHER_LOGS = ("distributed.elastic", "multiprocessing.spawn")
+_STOPPED = re.compile(r"KeyboardInterrupt: (.*)")
 _OURS = re.compile(r"(?:InputError|PlanError|NotExecutable|StepError|PeerError): ")
 _INPUT = re.compile(r"(?:rank \d+ failed: )?(?:InputError|PlanError|NotExecutable): ")
 
@@ -46,7 +52,8 @@ def launch(work: Callable[[Mesh], T], *, ranks: int | None = None) -> T:
 
     Under ``torchrun`` (WORLD_SIZE is set) this process joins its ranks; one rank needs no other
     process. Otherwise torch's launcher starts the ranks, each with one torch thread, and ends
-    all of them when one fails or this process is interrupted.
+    all of them when one fails. SIGINT and SIGTERM go on to the ranks, which stop when they like
+    (`rowmesh.train.stop.Stop`); the next one kills them.
 
     Args:
         work: A function or `functools.partial` that pickles; it runs on every rank.
@@ -59,7 +66,7 @@ def launch(work: Callable[[Mesh], T], *, ranks: int | None = None) -> T:
         InputError: If ``ranks`` is below 1, or not what ``torchrun`` started; or what a started
             rank said of its input.
         PeerError: If a started rank failed for another reason; the message is its sentence.
-        KeyboardInterrupt: If the launcher got a signal, once all ranks have ended.
+        KeyboardInterrupt: If a signal stopped the ranks, once all have ended.
     """
     if ranks is not None and ranks < 1:
         raise InputError(f"ranks is {ranks}, but must be at least 1")
@@ -74,7 +81,11 @@ def launch(work: Callable[[Mesh], T], *, ranks: int | None = None) -> T:
 
 
 def _start(work: Callable[[Mesh], T], ranks: int) -> T:
-    with tempfile.TemporaryDirectory(prefix="rowmesh-") as logs, _quiet_launcher():
+    with (
+        tempfile.TemporaryDirectory(prefix="rowmesh-") as logs,
+        _quiet_launcher(),
+        _forwarded_signals() as forwarded,
+    ):
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -92,29 +103,80 @@ def _start(work: Callable[[Mesh], T], ranks: int) -> T:
             return result
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
+            if forwarded:
+                raise KeyboardInterrupt(forwarded[0]) from None
             raise _explain(rank, failure) from None
-        except SignalException as error:
-            raise KeyboardInterrupt(error.sigval.name) from None
 
 
 def _run_rank(work: Callable[[Mesh], T]) -> T:
     """A started rank: leave the reason of a failure for the launcher, and end at once."""
     torch.set_num_threads(1)
     try:
+        signal.signal(signal.SIGINT, _interrupt)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked since this process began
         with init_mesh() as mesh:
             return work(mesh)
-    except KeyboardInterrupt:
-        os._exit(_INTERRUPTED)
+    except KeyboardInterrupt as error:
+        _end(error, INTERRUPTED)
     except Exception as error:
-        get_error_handler().record_exception(error)
         if os.environ.get("ROWMESH_DEBUG", "") not in ("", "0"):
             traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(exit_code(error))  # not exit(): it would wait for messages that never come
+        _end(error, exit_code(error))
 
 
-def _explain(rank: int, failure: ProcessFailure) -> InputError | PeerError:
+def _interrupt(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+def _end(error: BaseException, code: int) -> NoReturn:
+    get_error_handler().record_exception(error)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(code)  # not exit(): it would wait for messages that never come
+
+
+@contextlib.contextmanager
+def _forwarded_signals() -> Iterator[list[str]]:
+    """Hand the first signal of SIGNALS on to the ranks, and kill them at the second.
+
+    This thread and the ranks that it starts have the signals blocked: torch's launcher, which
+    would end the ranks, does not see them, and a rank sees one only once it can deal with it.
+
+    Yields:
+        Names of the signals so far.
+    """
+    resource_tracker.ensure_running()  # it unblocks the signals when it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    forwarded: list[str] = []
+    done = threading.Event()
+    watcher = threading.Thread(target=_forward, args=(forwarded, done), daemon=True)
+    watcher.start()
+    try:
+        yield forwarded
+    finally:
+        done.set()
+        watcher.join()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _forward(forwarded: list[str], done: threading.Event) -> None:
+    told: set[int] = set()
+    while not done.is_set():
+        found = signal.sigtimedwait(SIGNALS, 0.1)
+        if found is not None:
+            forwarded.append(signal.Signals(found.si_signo).name)
+        for child in multiprocessing.active_children() if forwarded else ():
+            assert child.pid is not None
+            if len(forwarded) > 1:
+                child.kill()
+            elif child.pid not in told:
+                told.add(child.pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child.pid, signal.SIGINT)
+
+
+def _explain(rank: int, failure: ProcessFailure) -> BaseException:
     message = failure.message  # of an error file: a dict, whatever its annotation says
     if failure.exitcode < 0:
         name = failure.signal_name()
@@ -123,6 +185,8 @@ def _explain(rank: int, failure: ProcessFailure) -> InputError | PeerError:
     if not isinstance(message, dict):
         return PeerError(f"rank {rank} ended with code {failure.exitcode} and left no message")
     sentence = " ".join(str(message["message"]).split())
+    if stopped := _STOPPED.match(sentence):
+        return KeyboardInterrupt(stopped[1])
     if _OURS.match(sentence):
         sentence = _OURS.sub("", sentence, count=1)
     else:

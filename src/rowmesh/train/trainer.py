@@ -1,196 +1,308 @@
-"""One training run on synthetic clicks: model, plan, shards, loop, evaluation."""
+"""One training run: model, plan, shards, loop, evaluation, checkpoints."""
 
-import functools
+import contextlib
+import itertools
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Final
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from rowmesh.comm.mesh import Mesh
-from rowmesh.data import EVAL_STEP, SyntheticClicks
-from rowmesh.errors import InputError, did_you_mean
-from rowmesh.features import Batch
-from rowmesh.models import DLRM
-from rowmesh.nn import EmbeddingBagCollection
-from rowmesh.optim import SGD, Adagrad, Adam, RowwiseAdagrad, UpdateRule
+from rowmesh.errors import InputError
+from rowmesh.features import Batch, empty_like
 from rowmesh.placement import Plan
-from rowmesh.planners import make_plan
-from rowmesh.runtime.optimizer import Optimizer
 from rowmesh.runtime.shard import shard
-from rowmesh.stats import Stats
 from rowmesh.topology import Link, Topology
+from rowmesh.train.agree import on_rank_0
+from rowmesh.train.checkpoint import Checkpoints
+from rowmesh.train.config import RunConfig
+from rowmesh.train.folder import RunFolder
+from rowmesh.train.inputs import checked
 from rowmesh.train.metrics import ClickMetrics
+from rowmesh.train.model import build_model
+from rowmesh.train.optimiser import make_optimizer, set_learning_rates
+from rowmesh.train.planning import measured, plan_run
+from rowmesh.train.stop import Stop
+from rowmesh.train.tally import StepRecord, Tally
 
-__all__ = ["RunConfig", "build_model", "plan_run", "train"]
-
-_SPARSE: Final[dict[str, Callable[..., UpdateRule]]] = {
-    "rowwise_adagrad": RowwiseAdagrad,
-    "adagrad": Adagrad,
-    "adam": Adam,
-    "sgd": SGD,
-}
-_DENSE: Final[dict[str, Callable[..., torch.optim.Optimizer]]] = {
-    "adagrad": torch.optim.Adagrad,
-    "adam": torch.optim.Adam,
-    "sgd": torch.optim.SGD,
-}
+__all__ = ["Listener", "Trainer"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunConfig:
-    """Everything a run depends on, besides the mesh; the default learns in about a minute.
+class Listener(Protocol):
+    """What wants to hear of a run: a view, a file of metrics. Rank 0's listeners are called."""
 
-    Args:
-        data: Tables, ids and planted labels; its batch size is per rank.
-        dim: Columns of every table.
-        dense_layers: Hidden sizes of the MLP on dense features; ``dim`` follows.
-        over_layers: Hidden sizes of the MLP on the dot products; one logit follows.
-        split, exchange: As for `make_plan`.
-        sparse: Update rule of the tables: rowwise_adagrad, adagrad, adam or sgd.
-        sparse_lr: Its learning rate at the first step; it falls to 0 in a line.
-        dense, dense_lr: The same for everything else: adagrad, adam or sgd.
-        steps: Training steps.
-        eval_steps: Held-out batches of each rank.
-        seed: Of the initial values of tables and layers; the data has its own.
+    def show_plan(self, plan: Plan) -> None:
+        """Before the first step."""
 
-    Raises:
-        InputError: If a number is out of range or a name is unknown.
-    """
+    def show_step(self, record: StepRecord) -> None:
+        """After every step, one step late."""
 
-    data: SyntheticClicks = field(default_factory=lambda: SyntheticClicks(cap=100_000))
-    dim: int = 16
-    dense_layers: tuple[int, ...] = (64, 32)
-    over_layers: tuple[int, ...] = (64, 32)
-    split: str = "auto"
-    exchange: str = "auto"
-    sparse: str = "rowwise_adagrad"
-    sparse_lr: float = 0.05
-    dense: str = "adagrad"
-    dense_lr: float = 0.05
-    steps: int = 300
-    eval_steps: int = 20
-    seed: int = 1
-
-    def __post_init__(self) -> None:
-        for name, limit in (("dim", 1), ("steps", 1), ("eval_steps", 1), ("seed", 0)):
-            if getattr(self, name) < limit:
-                raise InputError(f"{name} is {getattr(self, name)}, but must be at least {limit}")
-        for name, known in (("sparse", _SPARSE), ("dense", _DENSE)):
-            word, lr = getattr(self, name), getattr(self, f"{name}_lr")
-            if word not in known:
-                raise InputError(f"unknown {name} optimiser {word!r}{did_you_mean(word, known)}")
-            if not 0.0 <= lr < float("inf"):
-                raise InputError(f"{name}_lr is {lr}, but must be from 0 and finite")
+    def show_evaluation(self, step: int, found: dict[str, Any]) -> None:
+        """After every evaluation."""
 
 
-def build_model(config: RunConfig, *, device: torch.device | str = "cpu") -> DLRM:
-    """The model as for one device: tables on ``meta``, dense layers drawn from the seed."""
-    configs = config.data.tables(config.dim)
-    tables = EmbeddingBagCollection(tables=configs, device="meta", seed=config.seed)
-    with torch.random.fork_rng():
-        torch.manual_seed(config.seed)
-        layers = (*config.dense_layers, config.dim), (*config.over_layers, 1)
-        return DLRM(tables, config.data.num_dense, *layers, dense_device=device)
-
-
-def plan_run(
-    config: RunConfig, model: nn.Module, topology: Topology, *, num_batches: int = 4
-) -> Plan:
-    """The plan of a run, from what rank 0's first batches ask for: the same on all ranks.
-
-    With ``num_batches=0`` no data is made, and ids are assumed to follow the data's Zipf law.
-    """
-    data, tables = config.data, config.data.tables(config.dim)
-    if num_batches:
-        batches = (data.batch_at(0, step).sparse_features for step in range(num_batches))
-        stats = Stats.from_batches(tables, batches)
-    else:
-        factors = {t.name: float(n) for t, n in zip(tables, data.pooling_factors, strict=True)}
-        stats = Stats.assume(
-            tables, batch_size=data.batch_size, pooling_factors=factors, alpha=data.alpha
-        )
-    return make_plan(model, topology, stats=stats, split=config.split, exchange=config.exchange)
-
-
-def train(
-    config: RunConfig,
-    mesh: Mesh,
-    *,
-    on_plan: Callable[[Plan], None] = lambda plan: None,
-    on_step: Callable[[int, float], None] = lambda step, loss: None,
-) -> dict[str, Any]:
-    """Train and evaluate as ``config`` says.
+class Trainer:
+    """A run of ``config`` on ``mesh``; `run` runs it.
 
     Args:
         config: The same on all ranks.
         mesh: From `rowmesh.init_mesh`.
-        on_plan: Called with the plan, before the first step.
-        on_step: Called with the number of steps done and the mean loss of this rank's batch.
+        folder: Where checkpoints go; its plan is kept when a run resumes. None writes nothing.
+        resume: Whether to go on from the folder's last checkpoint.
 
-    Returns:
-        The same on all ranks, but for the times: what `ClickMetrics.result` says of the held-out
-        batches; ``bayes_auc``, the AUC of the planted probabilities; ``bytes`` that all ranks
-        sent in training, by link; ``train_s``, and ``samples_per_s`` of all ranks, both with the
-        making of the data; ``ranks``, ``steps`` and the plan's ``exactness``.
+    Raises:
+        InputError, PlanError: On all ranks, if the settings do not fit the data or the mesh.
 
     Collective:
         All ranks.
     """
-    model = build_model(config, device=mesh.device)
-    plan = plan_run(config, model, mesh.topology)
-    on_plan(plan)
-    shard(model, plan, mesh)
-    mesh.ledger.reset()
-    start = time.perf_counter()
-    _fit(config, model, mesh, on_step)
-    train_s = time.perf_counter() - start
-    links = [Link.HOST.value, Link.CROSS.value]
-    sent = mesh.total(torch.tensor([mesh.ledger.by_link()[link] for link in links]))
-    return _evaluate(config, model, mesh) | {
-        "bytes": dict(zip(links, sent.tolist(), strict=True)),
-        "train_s": train_s,
-        "samples_per_s": config.steps * config.data.batch_size * mesh.world / train_s,
-        "ranks": mesh.world,
-        "steps": config.steps,
-        "exactness": plan.exactness.value,
-    }
+
+    def __init__(
+        self,
+        config: RunConfig,
+        mesh: Mesh,
+        *,
+        folder: RunFolder | None = None,
+        resume: bool = False,
+    ) -> None:
+        self.config, self.mesh = config, mesh
+        self.num_steps = config.training.num_steps(config.data)
+        self.model = build_model(config.model, config.data, seed=config.seed, device=mesh.device)
+        topology, resumed = measured(mesh), folder if resume else None
+        self.plan = on_rank_0(mesh, lambda: self._choose_plan(topology, resumed))
+        shard(self.model, self.plan, mesh)
+        self.optimizer = make_optimizer(config.optimiser, self.model)
+        self.start = self.step = 0
+        self._tally = Tally(mesh)
+        self._last_batch: Batch | None = None
+        self._checkpoints: Checkpoints | None = None
+        if folder is not None and (config.checkpoint.every is not None or resume):
+            self._checkpoints = Checkpoints(
+                folder.checkpoints, keep_last=config.checkpoint.keep_last
+            )
+        if resume:
+            assert self._checkpoints is not None
+            loaded = self._checkpoints.load(model=self.model, optimizer=self.optimizer, mesh=mesh)
+            self.start = self.step = loaded.step
+        self._saved = self.start if resume else None
+
+    def _choose_plan(self, topology: Topology, resumed: RunFolder | None) -> Plan:
+        config, stored = self.config, None
+        if resumed is not None and config.plan.file is None:
+            stored = resumed.stored_plan(topology)
+        if stored is not None:
+            return stored
+        sparse = config.optimiser.sparse
+        return plan_run(config.plan, self.model, config.data, topology, sparse=sparse)
+
+    def run(
+        self, *, listeners: Sequence[Listener] = (), stop: Stop | None = None
+    ) -> dict[str, Any]:
+        """Train to the end, or to the step after which all ranks know of a wish to stop.
+
+        Args:
+            listeners: Of this rank.
+            stop: Whether this rank wants to stop.
+
+        Returns:
+            The same on all ranks, but for the times: what `ClickMetrics.result` says of the
+            held-out batches; ``bayes_auc``, the AUC of planted probabilities; ``bytes`` that all
+            ranks sent in training, by link; ``train_s``, and ``samples_per_s`` of all ranks, both
+            with the making of the data; ``ranks``, ``steps`` done, the plan's ``exactness``, and
+            ``is_stopped``, with ``saved_step``, the last step saved if any. A stopped run is not
+            evaluated.
+
+        Raises:
+            InputError: On all ranks, if a batch of one is wrong; the sentence names rank, step
+                and place. Checkpoints on disk stay as they are.
+
+        Collective:
+            All ranks.
+        """
+        stop = stop or Stop(self.mesh)
+        for listener in listeners:
+            listener.show_plan(self.plan)
+        totals = _Totals()
+        try:
+            is_stopped = self._fit([*listeners, totals], stop)
+        except InputError:  # on all ranks: the mesh stays usable, so nothing may be under way
+            _show([self._tally.flush()], listeners)
+            raise
+        if self._checkpoints is not None:
+            if self._saved != self.step and self._wants_last(is_stopped):
+                self._save()
+            self._checkpoints.wait()
+        found: dict[str, Any] = {}
+        if not is_stopped:
+            found = self._evaluate(listeners)
+        return (
+            found
+            | totals.result()
+            | {
+                "ranks": self.mesh.world,
+                "steps": self.step,
+                "exactness": self.plan.exactness.value,
+                "is_stopped": is_stopped,
+                "saved_step": self._saved,
+            }
+        )
+
+    def _fit(self, listeners: Sequence[Listener], stop: Stop) -> bool:
+        """The steps; whether a stop was wanted."""
+        config = self.config
+        if self.step >= self.num_steps:
+            return False
+        clock = _Clock()
+        with contextlib.closing(self._train_batches()) as batches:
+            for batch in batches:
+                self._tally.begin()
+                record = self._train_step(batch, clock, stop)
+                is_last = self.step == self.num_steps
+                due = [config.checkpoint.every, config.training.eval_every]
+                records = [record]
+                if is_last or any(n is not None and self.step % n == 0 for n in due):
+                    records.append(self._tally.flush())
+                is_stopping = _show(records, listeners)
+                if not is_last:
+                    self._at_step(listeners)
+                if is_stopping and not is_last:
+                    _show([self._tally.flush()], listeners)
+                    return True
+                clock.skip()
+        return False
+
+    def _train_step(self, batch: Batch, clock: "_Clock", stop: Stop) -> StepRecord | None:
+        lr = set_learning_rates(
+            self.config.optimiser, self.optimizer, step=self.step, num_steps=self.num_steps
+        )
+        losses = self.model(batch)
+        self.mesh.mean(losses).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        self._last_batch = batch
+        return self._tally.end(
+            self.step,
+            losses=losses,
+            lr=lr,
+            seconds=clock.lap(),
+            wants_stop=stop.reason is not None,
+        )
+
+    def _at_step(self, listeners: Sequence[Listener]) -> None:
+        """What is due after this step: an evaluation, a checkpoint."""
+        every, eval_every = self.config.checkpoint.every, self.config.training.eval_every
+        if eval_every is not None and self.step % eval_every == 0:
+            self._evaluate(listeners)
+        if self._checkpoints is not None and every is not None and self.step % every == 0:
+            self._save()  # last, so that what precedes a checkpoint is in the metrics
+
+    def _wants_last(self, is_stopped: bool) -> bool:
+        settings = self.config.checkpoint
+        return settings.every is not None and (settings.on_interrupt or not is_stopped)
+
+    def _save(self) -> None:
+        assert self._checkpoints is not None
+        self._checkpoints.save(
+            self.step,
+            model=self.model,
+            optimizer=self.optimizer,
+            mesh=self.mesh,
+            extra={"num_steps": self.num_steps},
+            asynchronous=self.config.checkpoint.asynchronous,
+        )
+        self._saved = self.step
+
+    def _train_batches(self) -> Any:
+        source, mesh = self.config.data, self.mesh
+        batches = source.batches(rank=mesh.rank, world=mesh.world, start=self.step)
+        chosen = itertools.islice(batches, self.num_steps - self.step)
+        return mesh.batches(self._checked(chosen, self.step + 1, "step"))
+
+    def _checked(self, batches: Iterator[Batch], first_step: int, what: str) -> Iterator[Batch]:
+        return checked(
+            batches,
+            num_dense=self.config.data.num_dense,
+            first_step=first_step,
+            device=self.mesh.device,
+            what=what,
+        )
+
+    @torch.no_grad()
+    def _evaluate(self, listeners: Sequence[Listener]) -> dict[str, Any]:
+        """Metrics of the model, and the AUC of the truth, on all held-out batches."""
+        mesh, source = self.mesh, self.config.data
+        held_out = source.held_out(rank=mesh.rank, world=mesh.world)
+        chosen = itertools.islice(held_out, self.config.training.eval_batches)
+        loader = self._checked(chosen, 1, "held-out batch")
+        if self._last_batch is None:  # a resumed run that has no step left
+            first = next(source.batches(rank=mesh.rank, world=mesh.world))
+            self._last_batch = first.to(mesh.device)
+        found, best = ClickMetrics(), ClickMetrics()
+        for batch in mesh.batches(loader, empty=empty_like(self._last_batch)):
+            logits = self.model.logits(batch.dense_features, batch.sparse_features)
+            true = batch.true_probabilities
+            found.update(logits, batch.labels, true)
+            if true is not None:
+                best.update(torch.logit(true), batch.labels)
+        whole, bayes = (
+            ClickMetrics.from_state(mesh.total(metrics.state()).cpu()).result()
+            for metrics in (found, best)
+        )
+        result = {**whole, "bayes_auc": bayes["auc"]}
+        for listener in listeners:
+            listener.show_evaluation(self.step, result)
+        return result
 
 
-def _batches(config: RunConfig, mesh: Mesh, steps: range) -> Iterator[Batch]:
-    return (config.data.batch_at(mesh.rank, step).to(mesh.device) for step in steps)
+class _Clock:
+    """Seconds of a step, without what is done between steps."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    def lap(self) -> float:
+        """Since the last `lap` or `skip`."""
+        passed = time.perf_counter() - self._start
+        self._start += passed
+        return passed
+
+    def skip(self) -> None:
+        """Begin here."""
+        self._start = time.perf_counter()
 
 
-def _fit(config: RunConfig, model: DLRM, mesh: Mesh, on_step: Callable[[int, float], None]) -> None:
-    optimizer = Optimizer(
-        model,
-        dense=functools.partial(_DENSE[config.dense], lr=config.dense_lr),
-        sparse=_SPARSE[config.sparse](lr=config.sparse_lr),
-    )
-    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / config.steps)
-    loader = _batches(config, mesh, range(config.steps))
-    for step, batch in enumerate(mesh.batches(loader)):
-        losses = model(batch)
-        mesh.mean(losses).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        decay.step()
-        on_step(step + 1, float(losses.detach().mean()))
+class _Totals:
+    """Bytes, samples and seconds of all steps."""
+
+    def __init__(self) -> None:
+        self._sent = {Link.HOST.value: 0, Link.CROSS.value: 0}
+        self._samples, self._seconds = 0, 0.0
+
+    def show_plan(self, plan: Plan) -> None:
+        """Nothing to add up."""
+
+    def show_evaluation(self, step: int, found: dict[str, Any]) -> None:
+        """Nothing to add up."""
+
+    def show_step(self, record: StepRecord) -> None:
+        """Add one step."""
+        self._samples += record.samples
+        self._seconds += record.seconds
+        for link, amount in record.by_link().items():
+            self._sent[link] += amount
+
+    def result(self) -> dict[str, Any]:
+        """``bytes``, ``train_s``, ``samples_per_s``."""
+        speed = self._samples / self._seconds if self._seconds else 0.0
+        return {"bytes": self._sent, "train_s": self._seconds, "samples_per_s": speed}
 
 
-@torch.no_grad()
-def _evaluate(config: RunConfig, model: DLRM, mesh: Mesh) -> dict[str, Any]:
-    """Metrics of the model, and the AUC of the truth, on every rank's own held-out batches."""
-    found, best = ClickMetrics(), ClickMetrics()
-    for batch in _batches(config, mesh, range(EVAL_STEP, EVAL_STEP + config.eval_steps)):
-        logits = model.logits(batch.dense_features, batch.sparse_features)
-        assert batch.true_probabilities is not None
-        found.update(logits, batch.labels, batch.true_probabilities)
-        best.update(torch.logit(batch.true_probabilities), batch.labels)
-    whole, bayes = (
-        ClickMetrics.from_state(mesh.total(metrics.state()).cpu()).result()
-        for metrics in (found, best)
-    )
-    return {**whole, "bayes_auc": bayes["auc"]}
+def _show(records: Sequence[StepRecord | None], listeners: Sequence[Listener]) -> bool:
+    """Tell the listeners; whether a rank asked for a stop."""
+    arrived = [record for record in records if record is not None]
+    for record in arrived:
+        for listener in listeners:
+            listener.show_step(record)
+    return any(record.is_stopping for record in arrived)

@@ -1,0 +1,127 @@
+"""What `rowmesh plan` plans for: the tables of a file, with their accesses."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from rowmesh.errors import InputError, did_you_mean
+from rowmesh.placement import TablePlan
+from rowmesh.planners import Constraints, blank_table, blank_tables, parse_constraints
+from rowmesh.stats import Stats
+from rowmesh.tables import EmbeddingBagConfig, EmbeddingConfig, TableConfig, parse_dtype
+from rowmesh.train.config import RunConfig
+from rowmesh.train.model import build_model
+from rowmesh.train.planning import assume_stats
+from rowmesh.train.recipes import load_recipe
+
+__all__ = ["Workload", "read_workload", "workload_of_run"]
+
+_REQUIRED: Final = {"name": str, "num_embeddings": int, "embedding_dim": int, "feature_names": list}
+_OPTIONAL: Final = {"pooling_factor": float, "data_type": str, "pooling": str}
+_POOLINGS: Final = ("sum", "mean", "none")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """Tables not yet placed, what a batch asks of them, and what goes with them.
+
+    ``dense`` holds the elements of each dense gradient bucket.
+    """
+
+    tables: tuple[TablePlan, ...]
+    stats: Stats
+    dense: tuple[int, ...] = ()
+    constraints: Constraints = field(default_factory=Constraints)
+
+
+def workload_of_run(config: RunConfig) -> Workload:
+    """The tables of a training run, its ids assumed Zipf, by its data's law if that is known."""
+    model = build_model(config.model, config.data, seed=config.seed)
+    tables, dense = blank_tables(model)
+    return Workload(
+        tables=tuple(tables),
+        stats=assume_stats(model, config.data),
+        dense=dense,
+        constraints=config.plan.constraints,
+    )
+
+
+def read_workload(path: Path, *, batch_size: int, alpha: float) -> Workload:
+    """The workload in a file: ``{"tables": [{name, num_embeddings, ...}], "constraints": {...}}``.
+
+    A table has name, num_embeddings, embedding_dim and feature_names; optional are
+    pooling_factor (mean ids in a bag, default 1), data_type (fp32, fp16, bf16) and pooling (sum,
+    mean, or none for a sequence). Constraints are as in `parse_constraints`, and optional.
+
+    Raises:
+        InputError: Names the file, the field, its value and what it should be.
+    """
+    if path.suffix in (".toml", ".py"):
+        return workload_of_run(load_recipe(path))
+    try:
+        document = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path} is not JSON: {error}") from None
+    try:
+        return _of_document(document, batch_size=batch_size, alpha=alpha)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def _of_document(document: Any, *, batch_size: int, alpha: float) -> Workload:
+    _check_fields(document, {"tables": list}, {"constraints": dict}, "the file")
+    configs = [_config(table, f"tables[{i}]") for i, table in enumerate(document["tables"])]
+    names = [config.name for config in configs]
+    if not names:
+        raise InputError("tables is empty: at least one table is needed")
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise InputError(f"tables named more than once: {', '.join(twice)}")
+    if batch_size < 1:
+        raise InputError(f"batch is {batch_size}, but must be at least 1")
+    factors = {t["name"]: float(t.get("pooling_factor", 1.0)) for t in document["tables"]}
+    return Workload(
+        tables=tuple(blank_table(config) for config in configs),
+        stats=Stats.assume(configs, batch_size=batch_size, pooling_factors=factors, alpha=alpha),
+        constraints=parse_constraints(document.get("constraints", {})),
+    )
+
+
+def _config(document: Any, where: str) -> TableConfig:
+    _check_fields(document, _REQUIRED, _OPTIONAL, where)
+    features = document["feature_names"]
+    if not features or not all(isinstance(name, str) for name in features):
+        raise InputError(f"{where}.feature_names must be a list of names, got {features!r}")
+    factor = document.get("pooling_factor", 1.0)
+    if not 0.0 <= factor < float("inf"):
+        raise InputError(f"{where}.pooling_factor is {factor}, but must be from 0 and finite")
+    pooling = document.get("pooling", "sum")
+    if pooling not in _POOLINGS:
+        raise InputError(f"{where}: unknown pooling {pooling!r}{did_you_mean(pooling, _POOLINGS)}")
+    known = {f.name for f in dataclasses.fields(TableConfig)}
+    fields = {key: value for key, value in document.items() if key in known}
+    fields["data_type"] = parse_dtype(document.get("data_type", "fp32"))
+    if pooling == "none":
+        return EmbeddingConfig(**fields)
+    return EmbeddingBagConfig(**fields, pooling=pooling)
+
+
+def _check_fields(
+    document: Any, required: Mapping[str, type], optional: Mapping[str, type], where: str
+) -> None:
+    """Every required field is there, none is unknown, all have their type."""
+    if not isinstance(document, dict):
+        raise InputError(f"{where} must be an object, got {document!r}")
+    known = {**required, **optional}
+    for name, value in document.items():
+        if name not in known:
+            raise InputError(f"{where}: unknown field {name!r}{did_you_mean(name, known)}")
+        kinds = (int, float) if known[name] is float else (known[name],)
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise InputError(f"{where}.{name} must be {known[name].__name__}, got {value!r}")
+    if missing := [name for name in required if name not in document]:
+        raise InputError(f"{where}: missing {', '.join(missing)}")

@@ -1,0 +1,51 @@
+"""TensorBoard, where it is installed."""
+
+from pathlib import Path
+from typing import Any
+
+from rowmesh.placement import Plan
+from rowmesh.train.tally import StepRecord
+
+__all__ = ["Board", "open_board"]
+
+
+class Board:
+    """Writes loss, learning rate, samples/s, MB a step and metrics as TensorBoard scalars."""
+
+    def __init__(self, writer: Any, *, log_every: int) -> None:
+        self._writer, self._log_every = writer, log_every
+
+    def show_plan(self, plan: Plan) -> None:
+        """The plan as text."""
+        self._writer.add_text("plan", f"```\n{plan}\n```")
+
+    def show_step(self, record: StepRecord) -> None:
+        """A step that is due."""
+        if record.step % self._log_every:
+            return
+        scalars = {
+            "train/loss": record.loss,
+            "train/lr": record.lr,
+            "train/samples_per_s": record.samples / max(record.seconds, 1e-9),
+            **{f"MB_per_step/{link}": b / 1e6 for link, b in record.by_link().items()},
+        }
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, record.step)
+
+    def show_evaluation(self, step: int, found: dict[str, Any]) -> None:
+        """AUC, logloss and NE."""
+        for name in ("auc", "logloss", "ne"):
+            self._writer.add_scalar(f"eval/{name}", found[name], step)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._writer.close()
+
+
+def open_board(folder: Path, *, log_every: int, after: int = 0) -> Board | None:
+    """A board in ``folder`` that hides points after step ``after``; None without TensorBoard."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return Board(SummaryWriter(str(folder), purge_step=after + 1), log_every=log_every)

@@ -1,0 +1,112 @@
+"""`RunConfig`: everything a run depends on, besides the mesh."""
+
+from dataclasses import dataclass, field
+
+from rowmesh.data import Source, SyntheticClicks
+from rowmesh.errors import InputError
+from rowmesh.train.model import ModelConfig
+from rowmesh.train.optimiser import OptimiserConfig
+from rowmesh.train.planning import PlanConfig
+
+__all__ = ["CheckpointConfig", "RunConfig", "TrainingConfig"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingConfig:
+    """How long to train, and what to measure on the way.
+
+    Args:
+        steps: Training steps.
+        epochs: Passes over the data; where given it counts instead of ``steps``.
+        eval_every: Steps between evaluations; None for one at the end only.
+        eval_batches: Held-out batches of each rank to evaluate on; None for all.
+        log_every: Steps between lines of metrics.jsonl.
+        tensorboard: Whether to write for TensorBoard, where it is installed.
+
+    Raises:
+        InputError: If a number is out of range.
+    """
+
+    steps: int = 300
+    epochs: int | None = None
+    eval_every: int | None = None
+    eval_batches: int | None = None
+    log_every: int = 10
+    tensorboard: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "epochs", "eval_every", "eval_batches", "log_every"):
+            _check_least("training", self, name, 1)
+
+    def num_steps(self, source: Source) -> int:
+        """Steps of the whole run.
+
+        Raises:
+            InputError: If ``epochs`` is given for data without an end.
+        """
+        if self.epochs is None:
+            return self.steps
+        if source.steps_per_epoch is None:
+            raise InputError(
+                f"training.epochs is {self.epochs}, but {type(source).__name__} has no end: set "
+                f"training.steps, and training.epochs=none"
+            )
+        return self.epochs * source.steps_per_epoch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """When to save the run.
+
+    Args:
+        every: Steps between checkpoints, with one at the end; None for none at all.
+        keep_last: Checkpoints to keep.
+        asynchronous: Whether training goes on while a checkpoint is written.
+        on_interrupt: Whether a run that saves checkpoints also saves one when it is stopped.
+
+    Raises:
+        InputError: If a number is out of range.
+    """
+
+    every: int | None = None
+    keep_last: int = 2
+    asynchronous: bool = False
+    on_interrupt: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("every", "keep_last"):
+            _check_least("checkpoint", self, name, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """A run; the default learns in about a minute.
+
+    Args:
+        data: Where batches and tables come from.
+        model, optimiser, plan, training, checkpoint: Each part's settings.
+        seed: Of the initial values of tables and layers; the data has its own.
+        recipe: The file this was read from, if any.
+
+    Raises:
+        InputError: If the seed is negative.
+    """
+
+    data: Source = field(default_factory=lambda: SyntheticClicks(cap=100_000))
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    seed: int = 1
+    recipe: str | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        _check_least("", self, "seed", 0)
+
+
+def _check_least(part: str, config: object, name: str, limit: int) -> None:
+    value = getattr(config, name)
+    if value is not None and value < limit:
+        key = f"{part}.{name}" if part else name
+        raise InputError(f"{key} is {value}, but must be at least {limit}")

@@ -1,0 +1,169 @@
+"""The folder of a run: its resolved config, its plan, its metrics, its checkpoints."""
+
+import contextlib
+import itertools
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, Final
+
+from rowmesh.errors import InputError
+from rowmesh.placement import Plan, load_plan, save_plan
+from rowmesh.topology import Topology
+from rowmesh.train.config import RunConfig
+from rowmesh.train.recipes import config_to_json, load_recipe
+from rowmesh.train.tally import StepRecord
+
+__all__ = ["MetricsFile", "RunFolder", "without_nan"]
+
+_MAY_CHANGE: Final = (
+    *("training", "checkpoint", "plan", "data.path", "optimiser.sparse_lr", "optimiser.dense_lr"),
+    *("optimiser.schedule", "optimiser.warmup_steps"),
+)
+
+
+class RunFolder:
+    """``config.json``, ``plan.json``, ``metrics.jsonl``, ``checkpoints/``, ``tensorboard/``.
+
+    Only rank 0 writes the files; checkpoints are written by all ranks.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config, self.plan = self.path / "config.json", self.path / "plan.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.checkpoints, self.tensorboard = self.path / "checkpoints", self.path / "tensorboard"
+
+    @staticmethod
+    def named(name: str) -> "RunFolder":
+        """``runs/<name>-<time>``, a folder that does not exist yet."""
+        stem = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        names = itertools.chain([stem], (Path(f"{stem}-{n}") for n in itertools.count(2)))
+        return RunFolder(next(path for path in names if not path.exists()))
+
+    def check_free(self) -> None:
+        """Whether a new run may begin here.
+
+        Raises:
+            InputError: If the folder exists and is not empty: a run is never overwritten.
+        """
+        with _writing(self.path):
+            if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+                raise InputError(
+                    f"{self.path} exists already: give another --folder, or --resume to continue it"
+                )
+
+    def load_config(self, overrides: Sequence[str] = ()) -> RunConfig:
+        """The config of the run in this folder, with overrides that leave its state valid.
+
+        Raises:
+            InputError: If there is no run, or an override would change model, data or seed.
+        """
+        if not self.config.is_file():
+            raise InputError(f"there is no run in {self.path} to resume: it has no config.json")
+        for item in overrides:
+            key = item.partition("=")[0].strip()
+            if not any(key == free or key.startswith(f"{free}.") for free in _MAY_CHANGE):
+                raise InputError(
+                    f"{key} of a run cannot change when it resumes: start a new run, or change "
+                    f"only {', '.join(_MAY_CHANGE)}"
+                )
+        return load_recipe(self.config, overrides)
+
+    def write(self, config: RunConfig, plan: Plan) -> None:
+        """Write the resolved config and the plan; a reader never sees half of one."""
+        with _writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            partial = self.config.with_suffix(".partial")
+            partial.write_text(config_to_json(config))
+            partial.replace(self.config)
+            save_plan(plan, self.plan)
+
+    def stored_plan(self, topology: Topology) -> Plan | None:
+        """The run's plan if it is for ``topology``: a resumed run then goes on with it."""
+        if not self.plan.is_file():
+            return None
+        plan = load_plan(self.plan)
+        return plan if plan.fingerprint == topology.fingerprint() else None
+
+
+class MetricsFile:
+    """metrics.jsonl: an object a line, flushed, without nan; what is not known is null.
+
+    Lines have a ``kind``: ``train`` (step, loss, lr, samples, samples_per_s, bytes by link and by
+    edge) and ``eval`` (step and what `ClickMetrics.result` says).
+
+    Args:
+        path: Appended to.
+        log_every: Write every so many steps.
+        after: Drop the lines of later steps first: those of a run that died after its checkpoint.
+    """
+
+    def __init__(self, path: Path, *, log_every: int, after: int = 0) -> None:
+        self._path, self._log_every = path, log_every
+        self._samples, self._seconds = 0, 0.0
+        with _writing(path):
+            kept = [line for line in _lines(path) if _step_of(line) <= after]
+            partial = path.with_suffix(".partial")
+            partial.write_text("".join(kept))
+            partial.replace(path)
+            self._file: IO[str] = path.open("a")
+
+    def show_plan(self, plan: Plan) -> None:
+        """The plan has a file of its own."""
+
+    def show_step(self, record: StepRecord) -> None:
+        """Write a step that is due."""
+        self._samples += record.samples
+        self._seconds += record.seconds
+        if record.step % self._log_every:
+            return
+        found = {"loss": record.loss, "lr": record.lr, "samples": record.samples}
+        found |= {"samples_per_s": self._samples / max(self._seconds, 1e-9)}
+        sent = {"bytes_by_link": record.by_link(), "bytes_by_edge": record.sent}
+        self._samples, self._seconds = 0, 0.0
+        self._write({"kind": "train", "step": record.step, **found, **sent})
+
+    def show_evaluation(self, step: int, found: dict[str, Any]) -> None:
+        """Write an evaluation."""
+        self._write({"kind": "eval", "step": step, **found})
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        with _writing(self._path):
+            self._file.write(json.dumps(without_nan(line), allow_nan=False) + "\n")
+            self._file.flush()
+
+
+def without_nan(value: Any) -> Any:
+    """JSON has no nan and no infinity: they become None."""
+    if isinstance(value, dict):
+        return {key: without_nan(item) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines(keepends=True) if path.is_file() else []
+
+
+def _step_of(line: str) -> float:
+    """The step of a line; infinite for half a line, as a killed run may leave at the end."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        if line.endswith("\n"):
+            return int(json.loads(line)["step"])
+    return math.inf
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"cannot write {error.filename or path}: {error.strerror}") from None
