@@ -59,7 +59,7 @@ def train_command(
     settings: Settings = None,
     folder: Annotated[
         Path | None,
-        typer.Option(help="Folder of the run; default runs/<recipe>-<time>."),
+        typer.Option(help="Folder of the run; default runs/RECIPE-TIME."),
     ] = None,
     resume: Annotated[
         bool,

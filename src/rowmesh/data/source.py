@@ -13,8 +13,10 @@ class Source(Protocol):
     """Data that every rank reads for itself, without talking to the others.
 
     A batch is a function of the configuration, its seed, rank, world and step, and of nothing
-    else. For every step the union over the ranks is the same set of samples for every world, so
-    the step alone is the position: a run may stop, and go on with another number of ranks.
+    else, so the step alone is the position: a run may stop, and go on with another number of
+    ranks. Where samples are finite the union over the ranks is, for every step, the same set of
+    samples for every world: none is lost or repeated. `SyntheticClicks`, which never repeats, has
+    a batch size per rank, and so more samples a step on more ranks.
     """
 
     @property
