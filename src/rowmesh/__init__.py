@@ -5,7 +5,7 @@ Write single-device code, make a plan, shard. `docs/` explains the plan and what
 
 from rowmesh import data, models
 from rowmesh.comm import Mesh, init_mesh
-from rowmesh.cost import predict
+from rowmesh.cost import Rates, predict
 from rowmesh.errors import (
     InputError,
     NotExecutable,
@@ -18,7 +18,7 @@ from rowmesh.features import Batch, JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from rowmesh.nn import EmbeddingBagCollection, EmbeddingCollection
 from rowmesh.optim import SGD, Adagrad, Adam, RowwiseAdagrad
 from rowmesh.placement import Plan, load_plan, save_plan
-from rowmesh.planners import make_plan
+from rowmesh.planners import Constraints, Pin, make_plan
 from rowmesh.runtime.export import full_state_dict
 from rowmesh.runtime.optimizer import Optimizer
 from rowmesh.runtime.oracle import Oracle
@@ -33,6 +33,7 @@ __all__ = [
     "Adagrad",
     "Adam",
     "Batch",
+    "Constraints",
     "EmbeddingBagCollection",
     "EmbeddingBagConfig",
     "EmbeddingCollection",
@@ -46,9 +47,11 @@ __all__ = [
     "Optimizer",
     "Oracle",
     "PeerError",
+    "Pin",
     "Plan",
     "PlanError",
     "PoolingType",
+    "Rates",
     "RowmeshError",
     "RowwiseAdagrad",
     "Stats",
