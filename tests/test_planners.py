@@ -1,6 +1,7 @@
-"""`make_plan`, the expected bytes it compares, and the statistics they come from."""
+"""`make_plan`: options, constraints, memory, one answer, and how far from the best."""
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from rowmesh.cost import expect_dense, expect_table, predict
+from rowmesh.cost import Rates, expect_dense, expect_plan, expect_table, step_seconds
+from rowmesh.cost.load import no_load
+from rowmesh.cost.seconds import rank_seconds
 from rowmesh.errors import InputError, PlanError
-from rowmesh.features import JaggedTensor, KeyedJaggedTensor
 from rowmesh.nn import EmbeddingBagCollection, EmbeddingCollection
-from rowmesh.placement import Copies, Exactness, Exchange, MeshShape, Plan, Split, TablePlan, Tier
+from rowmesh.placement import Copies, Exchange, MeshShape, Plan, TablePlan, plan_from_json
 from rowmesh.placement.dense import bucket_elements
-from rowmesh.placement.text import bytes_per_rank
-from rowmesh.planners import make_plan, plan_tables
+from rowmesh.placement.document import plan_to_json
+from rowmesh.placement.memory import RULE_STATES, bytes_per_rank
+from rowmesh.placement.text import render_why
+from rowmesh.planners import Constraints, Pin, make_plan, parse_constraints, plan_tables
+from rowmesh.planners.constraints import SPLITS
+from rowmesh.planners.drafts import draft, scale_to_seconds
+from rowmesh.planners.options import Option, Unit
+from rowmesh.planners.tally import Placed, Tally
 from rowmesh.stats import Accesses, Stats
 from rowmesh.tables import EmbeddingBagConfig, EmbeddingConfig, PoolingType, named_collections
 from rowmesh.topology import Topology
@@ -60,13 +68,23 @@ def words(plan: Plan) -> dict[str, tuple[str, str]]:
 
 @pytest.mark.parametrize(
     ("split", "word"),
-    [("data_parallel", "data-parallel"), ("table_wise", "table-wise"), ("row_wise", "row-wise")],
+    [
+        ("data_parallel", "data-parallel"),
+        ("table_wise", "table-wise"),
+        ("row_wise", "row-wise"),
+        ("table_row_wise", "table-row-wise"),
+        ("column_wise", "column-wise"),
+        ("grid", "grid"),
+    ],
 )
 @pytest.mark.parametrize("exchange", ["rows", "pooled"])
-@pytest.mark.parametrize("topology", [EIGHT, Topology()], ids=["8-ranks", "1-rank"])
+@pytest.mark.parametrize(("hosts", "local"), [(2, 4), (1, 4), (4, 1), (1, 1)])
 def test_one_split_and_one_exchange_for_all_tables(
-    split: str, word: str, exchange: str, topology: Topology
+    split: str, word: str, exchange: str, hosts: int, local: int
 ) -> None:
+    topology = Topology(hosts=hosts, local=local)
+    if topology.world == 1 and split in ("column_wise", "grid"):
+        word = "table-wise"  # there are no ranks for two pieces
     model = nn.ModuleList([bags(bag("a"), bag("b", SMALL)), sequences("s")])
     plan = make_plan(model, topology, split=split, exchange=exchange)
     assert words(plan) == {"a": (word, exchange), "b": (word, exchange), "s": (word, "rows")}
@@ -77,7 +95,8 @@ def test_one_split_and_one_exchange_for_all_tables(
     ("arguments", "message"),
     [
         ({"split": "rowwise"}, "unknown split 'rowwise': did you mean 'row_wise'"),
-        ({"split": "grid"}, "unknown split 'grid': known are auto, data_parallel, row_wise, tab"),
+        ({"split": "xyz"}, "unknown split 'xyz': known are auto, column_wise, data_parallel, gri"),
+        ({"sparse": "adagrab"}, "unknown update rule 'adagrab': did you mean 'adagrad'"),
         ({"exchange": "row"}, "unknown exchange 'row': did you mean 'rows'"),
         ({"exchange": "xyz"}, "unknown exchange 'xyz': known are auto, pooled, rows"),
         ({"stats": stats_of(b=uses(1, 1))}, "table 'a' has no statistics"),
@@ -130,8 +149,10 @@ def test_dense_parameters_are_bucketed() -> None:
     plan = make_plan(model, EIGHT)
     assert plan.dense == bucket_elements([300_000, 2000, 2]) == (2004, 300_001)
     tables = make_plan(bags(bag("a")), EIGHT).predicted
+    dense = expect_dense(302_005, topology=EIGHT, tree="host-first")
+    assert plan.tree == "host-first"
     sent_more = plan.predicted.cross_bytes - tables.cross_bytes
-    assert sent_more == pytest.approx(4 / 7 * expect_dense(302_005, world=8))
+    assert sent_more == pytest.approx(dense.sent_cross.mean())
     assert make_plan(nn.Linear(2, 3), EIGHT).tables == ()
 
 
@@ -165,36 +186,55 @@ def test_two_tables_of_one_name_are_refused() -> None:
 def test_small_tables_are_copied_and_one_rank_keeps_all() -> None:
     edge = (1 << 20) // 64  # rows of 16 fp32 columns in one MiB
     half = bag("half", 2 * edge, data_type=torch.float16)
-    model = bags(bag("edge", edge), bag("above", edge + 1), half)
-    found = words(make_plan(model, EIGHT))
-    assert {name: word for name, (word, _) in found.items()} == {
-        "edge": "data-parallel",
-        "above": "row-wise",
-        "half": "data-parallel",
-    }
+    large = [bag(f"large_{i}") for i in range(20)]  # beside which the small ones cost little
+    model = bags(bag("edge", edge), bag("above", edge + 1), half, *large)
+    found = {name: word for name, (word, _) in words(make_plan(model, Topology(local=2))).items()}
+    assert {name for name, word in found.items() if word == "data-parallel"} == {"edge", "half"}
+    assert set(found.values()) == {"data-parallel", "row-wise"}
     alone = make_plan(model, Topology())
     assert all(t.rest.ranks == (0,) for t in alone.tables)
     assert (alone.predicted.host_bytes, alone.predicted.cross_bytes) == (0.0, 0.0)
-    assert alone.exactness is Exactness.E0
+    assert words(alone)["edge"][0] == "data-parallel"
+    assert words(alone)["above"][0] == "row-wise"
+
+
+def test_small_tables_are_not_copied_where_that_is_clearly_slower() -> None:
+    """512 ranks touch all rows of a table of which one touches a few."""
+    accesses = Accesses(requests=1000.0, bags=1000.0, growth=(50.0, 100.0, 200.0, 400.0))
+    model, stats = bags(bag("a", 16_000)), stats_of(a=accesses)
+    assert words(make_plan(model, Topology(hosts=64, local=8), stats=stats))["a"][0] == "row-wise"
+    assert words(make_plan(model, Topology(local=2), stats=stats))["a"][0] == "data-parallel"
+
+
+def is_exact(table: TablePlan) -> bool:
+    """Owners that each pool a part of a bag, all over the world, add in another order."""
+    split = table.rest.split.rows == "all" and table.homes().num_owners > 1
+    return not (table.exchange is Exchange.POOLED and split)
 
 
 @pytest.mark.parametrize(
-    ("accesses", "expected"),
+    ("accesses", "exchange"),
     [
-        (uses(1, 300), ("row-wise", "rows")),  # skew: 1,000 requests, 300 rows
-        (uses(1, 990), ("row-wise", "rows")),
-        (uses(20, 800), ("row-wise", "rows")),  # skew wins over pooling
-        (uses(20, 9000), ("table-wise", "pooled")),
-        (uses(20, 20_000), ("table-wise", "pooled")),
+        (uses(1, 300), "rows"),  # skew: 1,000 requests, 300 rows
+        (uses(1, 990), "rows"),
+        (uses(20, 800), "rows"),  # skew wins over pooling
+        (uses(20, 9000), "pooled"),
+        (uses(20, 20_000), "pooled"),
     ],
 )
-def test_auto_takes_fewest_expected_bytes(accesses: Accesses, expected: tuple[str, str]) -> None:
-    plan = make_plan(bags(bag("a")), EIGHT, stats=stats_of(a=accesses))
-    assert words(plan)["a"] == expected
-    assert plan.exactness is Exactness.E0
-    forced = make_plan(bags(bag("a")), EIGHT, stats=stats_of(a=accesses), split="row_wise")
-    assert words(forced)["a"] == ("row-wise", "rows")  # pooled would not be bit-exact
-    assert words(make_plan(sequences("a"), EIGHT, stats=stats_of(a=accesses)))["a"][1] == "rows"
+def test_auto_takes_the_faster_exact_exchange(accesses: Accesses, exchange: str) -> None:
+    names = [f"t{i}" for i in range(8)]
+    stats = stats_of(**dict.fromkeys(names, accesses))
+    model = bags(*map(bag, names))
+    plan = make_plan(model, EIGHT, stats=stats)
+    assert {t.exchange.value for t in plan.tables} == {exchange}
+    assert all(map(is_exact, plan.tables))
+    forced = make_plan(model, EIGHT, stats=stats, split="row_wise")
+    assert set(words(forced).values()) == {("row-wise", "rows")}  # pooled would not be bit-exact
+    loose = make_plan(model, EIGHT, stats=stats, split="row_wise", allow_inexact=True)
+    assert set(words(loose).values()) == {("row-wise", exchange)}
+    one = make_plan(sequences("a"), EIGHT, stats=stats_of(a=accesses))
+    assert words(one)["a"][1] == "rows"
 
 
 def test_without_statistics_zipf_is_assumed() -> None:
@@ -208,27 +248,255 @@ def test_without_statistics_zipf_is_assumed() -> None:
     assert make_plan(model, EIGHT) == make_plan(model, EIGHT, batch_size=2048)
 
 
+ACCESSES = st.builds(
+    lambda pooling, share, growth: Accesses(
+        requests=1000.0 * pooling,
+        bags=1000.0 * min(1.0, pooling),
+        growth=(1000 * pooling * share, 1000 * pooling * share * growth),
+    ),
+    pooling=st.sampled_from([0.3, 1.0, 5.0, 40.0]),
+    share=st.floats(0.01, 1.0),
+    growth=st.floats(1.0, 2.0),
+)
+SHAPE = st.tuples(
+    st.sampled_from([1, 40, 5_000, 80_000, 2_000_000]),
+    st.sampled_from([1, 6, 16, 64]),
+    ACCESSES,
+    st.booleans(),
+    st.sampled_from(["sum", "mean", "none"]),
+)
+TOPOLOGY = st.builds(Topology, hosts=st.integers(1, 4), local=st.integers(1, 4))
+
+
+def blanks(shapes: list[Any]) -> tuple[list[TablePlan], Stats]:
+    """Tables not yet placed, with their accesses."""
+    tables = [
+        TablePlan(
+            name=f"t{i}",
+            collection="",
+            num_embeddings=rows,
+            embedding_dim=dim,
+            data_type="fp32",
+            pooling=PoolingType(pooling),
+            feature_names=(f"f{i}",),
+            virtual_shards=256,
+            tiers=(),
+            trainable=trainable,
+        )
+        for i, (rows, dim, _, trainable, pooling) in enumerate(shapes)
+    ]
+    return tables, stats_of(**{f"t{i}": shape[2] for i, shape in enumerate(shapes)})
+
+
+@LAW
+@given(st.lists(SHAPE, min_size=1, max_size=4), TOPOLOGY)
+def test_auto_is_as_good_as_any_one_exact_split(shapes: list[Any], topology: Topology) -> None:
+    """Up to a tenth: small tables may cost 5 %, and the search is local."""
+    tables, stats = blanks(shapes)
+    found = plan_tables(tables, topology, stats=stats, rates=Rates())
+    assert all(map(is_exact, found.tables))
+    for split in SPLITS:
+        other = plan_tables(tables, topology, stats=stats, rates=Rates(), split=split)
+        if split != "data_parallel" or all(
+            t.num_embeddings * t.row_bytes <= 1 << 20 for t in tables
+        ):
+            assert found.predicted.step_s <= 1.1 * other.predicted.step_s, split
+
+
+def placements(table: TablePlan, topology: Topology) -> Iterator[TablePlan]:
+    """Every exact placement of a table that `auto` may choose, on any ranks."""
+    world, local = topology.world, topology.local
+    every = range(world)
+    hosts = [tuple(range(h * local, (h + 1) * local)) for h in range(topology.hosts)]
+    places: list[tuple[str, int, tuple[int, ...]]] = [("row_wise", 1, tuple(every))]
+    if table.num_embeddings * table.row_bytes <= 1 << 20:
+        places.append(("data_parallel", 1, tuple(every)))
+    places += [("table_wise", 1, (rank,)) for rank in every]
+    places += [("table_row_wise", 1, host) for host in hosts if local > 1]
+    for k in (2, 4):
+        if k <= table.embedding_dim:
+            places += [("column_wise", k, c) for c in itertools.combinations(every, k)]
+        if k <= min(table.embedding_dim, topology.hosts) and local > 1:
+            for chosen in itertools.combinations(hosts, k):
+                places.append(("grid", k, tuple(itertools.chain(*chosen))))
+    for split, columns, ranks in places:
+        for exchange in Exchange:
+            placed = Option(split, columns, (exchange,)).place(table, 0, ranks)
+            sequence = table.pooling is PoolingType.NONE and exchange is Exchange.POOLED
+            if not sequence and is_exact(placed):
+                yield placed
+
+
+@settings(LAW, max_examples=30)
+@given(
+    st.data(),
+    st.sampled_from([(1, 2, 3), (2, 1, 3), (1, 3, 2), (2, 2, 2)]),
+    st.sampled_from([None, 0.6, 1.2]),
+)
+def test_no_plan_beats_brute_force_and_none_is_far_from_it(
+    data: Any, shape: tuple[int, int, int], room: float | None
+) -> None:
+    """Within 1.2 of the best of all placements, under the same limit of memory."""
+    hosts, local, num_tables = shape
+    sizes = SHAPE.map(lambda s: (s[0], min(s[1], 4), *s[2:]))
+    shapes = data.draw(st.lists(sizes, min_size=num_tables, max_size=num_tables))
+    tables, stats = blanks(shapes)
+    topology, rates = Topology(hosts=hosts, local=local), Rates()
+    tables = [replace(t, virtual_shards=256) for t in tables]
+    total = sum(t.num_embeddings * (t.row_bytes + 4) for t in tables)
+    limit = None if room is None else int(total * room) + 16 * num_tables
+    options = []
+    for table in tables:
+        made = []
+        for placed in placements(table, topology):
+            load = expect_table(placed, stats.tables[table.name], topology=topology)
+            mesh = MeshShape(hosts=hosts, local=local, group=topology.world)
+            held = np.array(bytes_per_rank(Plan(mesh=mesh, tables=(placed,))))
+            made.append((load, held))
+        options.append(made)
+    best = np.inf
+    for chosen in itertools.product(*options):
+        if limit is None or sum(held for _, held in chosen).max() <= limit:
+            load = sum((load for load, _ in chosen), no_load(topology.world))
+            best = min(best, step_seconds(load, topology=topology, rates=rates))
+    constraints = Constraints(max_bytes_per_rank=limit)
+    try:
+        plan = plan_tables(tables, topology, stats=stats, rates=rates, constraints=constraints)
+    except PlanError:
+        assert best == np.inf
+        return
+    found = step_seconds(expect_plan(plan, stats.tables), topology=topology, rates=rates)
+    assert found == pytest.approx(plan.predicted.step_s)
+    assert best * (1 - 1e-9) <= found <= 1.2 * best
+
+
 @LAW
 @given(
-    st.floats(0.1, 40),
-    st.floats(0.01, 1),
-    st.sampled_from([1, 8, 100]),
-    st.booleans(),
-    st.sampled_from([torch.float32, torch.float16]),
+    st.lists(SHAPE, min_size=1, max_size=8),
+    TOPOLOGY,
+    st.floats(0.2, 3.0),
+    st.sampled_from(["auto", *SPLITS]),
+    st.sampled_from(sorted(RULE_STATES)),
 )
-def test_auto_is_never_beaten_by_an_exact_option(
-    pooling: float, share: float, dim: int, dedup: bool, dtype: torch.dtype
+def test_the_limit_of_memory_is_never_broken(
+    shapes: list[Any], topology: Topology, room: float, split: str, sparse: str
 ) -> None:
-    accesses = uses(pooling, 1000 * pooling * share)
-    model = bags(bag("a", 4_000_000, dim, data_type=dtype))
-    chosen = make_plan(model, EIGHT, stats=stats_of(a=accesses), dedup=dedup).tables[0]
-    found = expect_table(chosen, accesses, world=8).total
-    for split, exchange in itertools.product(("row_wise", "table_wise"), ("rows", "pooled")):
-        other = make_plan(
-            model, EIGHT, stats=stats_of(a=accesses), split=split, exchange=exchange, dedup=dedup
+    """Where the rows fit row-wise, `auto` finds a plan."""
+    tables, stats = blanks(shapes)
+    state = RULE_STATES[sparse]
+    sizes = {
+        "state_bytes_per_row": state.row_bytes,
+        "state_bytes_per_element": state.element_bytes,
+    }
+    flat = plan_tables(tables, topology, stats=stats, split="row_wise", sparse=sparse)
+    needed = max(bytes_per_rank(flat, **sizes))
+    limited = replace(topology, memory_bytes=max(1, int(needed * room)))
+    try:
+        plan = plan_tables(tables, limited, stats=stats, split=split, sparse=sparse)
+    except PlanError:
+        assert split not in ("auto", "row_wise") or room < 1.0
+        return
+    assert max(bytes_per_rank(plan, **sizes)) <= (limited.memory_bytes or 0)
+    capped = Constraints(max_bytes_per_rank=limited.memory_bytes)
+    again = plan_tables(
+        tables, topology, stats=stats, split=split, sparse=sparse, constraints=capped
+    )
+    assert again == plan
+
+
+@LAW
+@given(st.data(), TOPOLOGY)
+def test_constraints_are_obeyed(data: Any, topology: Topology) -> None:
+    shapes = data.draw(st.lists(SHAPE, min_size=3, max_size=6))
+    tables, stats = blanks(shapes)
+    ranks = st.lists(st.integers(0, topology.world - 1), min_size=1, unique=True).map(tuple)
+    pins = st.one_of(
+        st.builds(Pin, ranks=ranks, split=st.none() | st.sampled_from(["row_wise", "table_wise"])),
+        st.builds(Pin, host=st.integers(0, topology.hosts - 1), dedup=st.booleans()),
+        st.builds(Pin, split=st.sampled_from([*SPLITS[:4]]), exchange=st.just("rows")),
+    )
+    pin = {t.name: data.draw(pins) for t in tables[2:] if data.draw(st.booleans())}
+    constraints = Constraints(pin=pin, together=(("t1", "t0"),))
+    plan = plan_tables(tables, topology, stats=stats, constraints=constraints)
+    first, second = plan.table("t0"), plan.table("t1")
+    assert first.rest == second.rest
+    for name, wanted in pin.items():
+        table = plan.table(name)
+        local = topology.local
+        if wanted.ranks is not None:
+            assert set(table.rest.ranks) <= set(wanted.ranks)
+            if wanted.split == "row_wise":
+                assert table.rest.ranks == wanted.ranks
+        if wanted.host is not None:
+            assert {rank // local for rank in table.rest.ranks} == {wanted.host}
+        if wanted.split is not None:
+            assert table.word == wanted.split.replace("_", "-")
+        if wanted.exchange is not None:
+            assert table.exchange == wanted.exchange
+        assert table.dedup is (wanted.dedup is not False)
+
+
+@LAW
+@given(st.lists(SHAPE, min_size=2, max_size=7), TOPOLOGY, st.booleans(), st.randoms())
+def test_one_answer_whatever_the_order(
+    shapes: list[Any], topology: Topology, limited: bool, random: Any
+) -> None:
+    tables, stats = blanks(shapes)
+    if limited:
+        total = sum(t.num_embeddings * (t.row_bytes + 4) for t in tables)
+        topology = replace(topology, memory_bytes=total)
+    pin = {"t0": Pin(split="row_wise"), "t1": Pin(ranks=(0,))}
+    plan = plan_tables(tables, topology, stats=stats, constraints=Constraints(pin=pin))
+    shuffled = random.sample(tables, len(tables))
+    other = Stats(
+        batch_size=1000, tables=dict(random.sample(sorted(stats.tables.items()), len(tables)))
+    )
+    backwards = Constraints(pin=dict(reversed(pin.items())))
+    again = plan_tables(shuffled, topology, stats=other, constraints=backwards)
+    assert [t.name for t in again.tables] == [t.name for t in shuffled]
+    assert {t.name: (t, t.why) for t in again.tables} == {t.name: (t, t.why) for t in plan.tables}
+
+
+@LAW
+@given(st.data(), TOPOLOGY)
+def test_a_tally_is_the_expected_plan_in_seconds(data: Any, topology: Topology) -> None:
+    """The quick sums of the search equal the formulas, put in and taken out again."""
+    rates, state = Rates(cross_bytes_per_s=1e9), RULE_STATES["rowwise_adagrad"]
+    tables, stats = blanks(data.draw(st.lists(SHAPE, min_size=1, max_size=4)))
+    fixed = expect_dense(1000, topology=topology)
+    tally, total = Tally(topology, rates=rates, fixed=fixed), fixed
+    for table in tables:
+        accesses = stats.tables[table.name]
+        placed = data.draw(st.sampled_from(list(placements(table, topology))))
+        tier = placed.rest
+        names = {"whole": "table_wise", "row-wise": "row_wise"}
+        split = names.get(tier.split.word, tier.split.word.replace("-", "_"))
+        if tier.copies is Copies.WORLD:
+            split = "data_parallel"
+        option = Option(split, tier.split.columns, (placed.exchange,))
+        unit = Unit((table,), (accesses,), tuple(range(topology.world)), (option,))
+        made = draft(
+            unit,
+            option,
+            tier.ranks,
+            topology=topology,
+            scale=scale_to_seconds(rates),
+            state=state,
         )
-        if other.exactness is Exactness.E0:
-            assert found <= expect_table(other.tables[0], accesses, world=8).total
+        before = tally.seconds()
+        with_it = tally.cost_with(Placed(made, tier.ranks))
+        tally.put(Placed(made, tier.ranks))
+        tally.take(Placed(made, tier.ranks))
+        assert tally.seconds() == pytest.approx(before, abs=1e-15)
+        tally.put(Placed(made, tier.ranks))
+        assert tally.cost().busiest == pytest.approx(with_it.busiest)
+        assert tally.cost().mean == pytest.approx(with_it.mean)
+        total += expect_table(placed, accesses, topology=topology)
+    expected = rank_seconds(total.values, topology=topology, rates=rates)
+    assert tally.seconds() == pytest.approx(expected)
+    assert tally.cost().busiest == pytest.approx(
+        step_seconds(total, topology=topology, rates=rates)
+    )
 
 
 @LAW
@@ -245,7 +513,6 @@ def test_whole_tables_are_balanced_whatever_the_order(
     for table, size in zip(plan.tables, sizes, strict=True):
         assert len(table.rest.ranks) == 1
         load[table.rest.ranks[0]] += size
-    assert max(load) - min(load) <= max(sizes) + 1e-6
     if world ** len(sizes) <= 1000:  # longest first is within 4/3 of the best, and never better
         choices = itertools.product(range(world), repeat=len(sizes))
         best = min(
@@ -262,16 +529,20 @@ def test_whole_tables_are_balanced_whatever_the_order(
 def test_equal_tables_go_round() -> None:
     plan = make_plan(bags(*(bag(f"t{i:02}") for i in range(16))), EIGHT, split="table_wise")
     ranks = [t.rest.ranks[0] for t in plan.tables]
-    assert ranks == [0, 1, 2, 3, 4, 5, 6, 7] * 2
+    assert sorted(ranks) == sorted([0, 1, 2, 3, 4, 5, 6, 7] * 2)
 
 
-def test_predicted_bytes_are_the_tables_by_link() -> None:
+def test_predicted_bytes_are_means_over_ranks_by_link() -> None:
     model, stats = bags(bag("a"), bag("b", SMALL)), stats_of(a=uses(1, 300), b=uses(2, 90))
-    for topology, inside in ((EIGHT, 3 / 7), (Topology(hosts=8), 0.0), (Topology(local=8), 1.0)):
+    for topology in (EIGHT, Topology(hosts=8), Topology(local=8)):
         plan = make_plan(model, topology, stats=stats)
-        total = sum(expect_table(t, stats.tables[t.name], world=8).total for t in plan.tables)
-        assert plan.predicted.host_bytes == pytest.approx(total * inside)
-        assert plan.predicted.cross_bytes == pytest.approx(total * (1 - inside))
+        load = expect_plan(plan, stats.tables)
+        assert plan.predicted.host_bytes == pytest.approx(load.sent_host.mean())
+        assert plan.predicted.cross_bytes == pytest.approx(load.sent_cross.mean())
+        assert plan.predicted.step_s is None  # nobody said how fast the cluster is
+        timed = make_plan(model, topology, stats=stats, rates=Rates())
+        seconds = step_seconds(load, topology=topology, rates=Rates())
+        assert timed.predicted.step_s == pytest.approx(seconds)
 
 
 def test_plan_tables_needs_no_model() -> None:
@@ -290,261 +561,195 @@ def test_a_plan_for_512_ranks_and_1000_tables() -> None:
     assert max(totals) < 1.2 * min(totals)
 
 
-def test_memory_of_a_rank_is_a_limit() -> None:
-    # Defect: `Topology.memory_bytes` is never read (DESIGN 6.8: planners never break the limit).
+def test_tables_without_room_are_named() -> None:
     small = Topology(hosts=2, local=4, memory_bytes=1 << 20)
-    with pytest.raises((InputError, PlanError), match="GiB"):
+    message = r"table 'a' needs at least 7.916 GiB on a rank \(row_wise rows\), but of 0.001 GiB"
+    with pytest.raises(PlanError, match=message):
         make_plan(bags(bag("a", 10**9)), small)
 
 
-def table_plan(world: int, **changes: Any) -> TablePlan:
-    fields: dict[str, Any] = {
-        "collection": "",
-        "num_embeddings": 6,
-        "embedding_dim": 2,
-        "data_type": "fp32",
-        "pooling": PoolingType.SUM,
-        "feature_names": ("f",),
-        "virtual_shards": 6,
-        "tiers": (Tier(ranks=tuple(range(world)), split=Split(kind="boxes", rows="all")),),
-    }
-    return TablePlan(name="t", **fields | changes)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("trainable", [False, True])
-def test_expected_bytes_are_the_mean_over_all_batches(
-    world: int, whole: bool, dtype: str, trainable: bool
-) -> None:
-    """Every batch of two bags of two ids, every rank: rows with and without dedup, pooled."""
-    table = table_plan(world, data_type=dtype, trainable=trainable)
-    if whole:
-        table = replace(table, tiers=(Tier(ranks=(0,)),))
-    row, gradient = (8 if dtype == "fp32" else 4), 8
-    draws = list(itertools.product(range(6), repeat=4))
-    distinct = float(np.mean([len(set(ids)) for ids in draws]))
-    accesses = Accesses(requests=4.0, bags=2.0, growth=(distinct,))
-    forward = {"dedup": 0.0, "all": 0.0, "pooled": 0.0}
-    vectors = dict(forward)
-    for ids, rank in itertools.product(draws, range(world)):
-        homes = [0 if whole else r % world for r in ids]
-        away = [i for i in range(4) if homes[i] != rank]
-        rows = {ids[i] for i in away}
-        sums = {(i // 2, homes[i]) for i in away}
-        for name, num_ids, num, size in (
-            ("dedup", len(rows), len(rows), row),
-            ("all", len(away), len(away), row),
-            ("pooled", len(away), len(sums), gradient),
-        ):
-            forward[name] += (4 * num_ids + size * num) / len(draws) / world
-            vectors[name] += num / len(draws) / world
-    for name in forward:
-        exchange = Exchange.POOLED if name == "pooled" else Exchange.ROWS
-        setting = replace(table, exchange=exchange, dedup=name == "dedup")
-        found = expect_table(setting, accesses, world=world)
-        assert found.forward == pytest.approx(forward[name])
-        assert found.backward == pytest.approx(vectors[name] * gradient * trainable)
-        assert found.total == found.forward + found.backward
-
-
-def copied(world: int, **changes: Any) -> TablePlan:
-    tiers = (Tier(ranks=tuple(range(world)), copies=Copies.WORLD),)
-    return table_plan(world, tiers=tiers, num_embeddings=6400, virtual_shards=64, **changes)
-
-
-def one_table_plan(table: TablePlan, world: int) -> Plan:
-    return Plan(mesh=MeshShape(hosts=world, local=1, group=world), tables=(table,)).validate()
-
-
-def sent(plan: Plan, batches: list[KeyedJaggedTensor]) -> float:
-    """Bytes a rank sends by `predict`, but for status and counts."""
-    edges = [edge for rank in predict(plan, batches) for edge in rank.items()]
-    ignored = ("status", "counts")
-    return sum(sum(links.values()) for e, links in edges if e not in ignored) / len(batches)
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("trainable", [False, True])
-def test_expected_bytes_of_copies(world: int, trainable: bool) -> None:
-    """Ranks that touch different rows: the union is W d; ids travel as lists."""
-    table = copied(world, trainable=trainable)
-    batches = [
-        KeyedJaggedTensor.from_dense({"f": torch.arange(8 * r, 8 * r + 8)}) for r in range(world)
-    ]
-    found = expect_table(table, uses(1, 8.0, 8), world=world)
-    assert found.total == pytest.approx(sent(one_table_plan(table, world), batches))
-    if trainable and world > 1:
-        full = expect_table(table, uses(1, 6400.0, 6400), world=world)  # the union is the table
-        away = (world - 1) / world  # and which rows are meant is a bitmap
-        assert full.forward == pytest.approx(away * 4 * 200)
-        assert full.backward == pytest.approx(away * (6400 * (8 + 8) + 4 * 200))
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_expected_bytes_of_dense_buckets(world: int) -> None:
-    plan = Plan(mesh=MeshShape(hosts=1, local=world, group=world), tables=(), dense=(8, 1000))
-    batch = KeyedJaggedTensor.from_dense({"f": torch.zeros(1, dtype=torch.int64)})
-    assert expect_dense(1008, world=world) == sent(plan, [batch] * world)
-
-
-def jagged_batch(rng: np.random.Generator, size: int, mean: float) -> KeyedJaggedTensor:
-    lengths = torch.from_numpy(rng.poisson(mean, size))
-    ids = torch.from_numpy((rng.random(int(lengths.sum())) ** 3 * 6400).astype(np.int64))
-    weights = torch.ones(len(ids))
-    return KeyedJaggedTensor(["f"], ids, weights, lengths=lengths)
-
-
-@pytest.mark.parametrize("mean", [0.5, 1.0, 8.0])
 @pytest.mark.parametrize(
-    "changes",
+    ("arguments", "message"),
     [
-        {},
-        {"dedup": False},
-        {"data_type": "fp16"},
-        {"trainable": False},
-        {"exchange": Exchange.POOLED},
-        {"exchange": Exchange.POOLED, "tiers": (Tier(ranks=(2,)),)},
-        {"tiers": (Tier(ranks=(0, 1, 2, 3), copies=Copies.WORLD),)},
+        ({"pin": {"b": Pin(host=0)}}, "constraints name table 'b': known are a, s"),
+        ({"together": (("a", "t"),)}, "constraints name table 't'"),
     ],
-    ids=["rows", "no-dedup", "fp16", "frozen", "pooled", "table-wise-pooled", "copies"],
 )
-def test_expected_bytes_are_within_a_tenth_of_20_batches(
-    changes: dict[str, Any], mean: float
+def test_constraints_name_known_tables(arguments: dict[str, Any], message: str) -> None:
+    model = nn.ModuleList([bags(bag("a")), sequences("s")])
+    with pytest.raises(InputError, match=message):
+        make_plan(model, EIGHT, constraints=Constraints(**arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "split", "message"),
+    [
+        ({"pin": {"a": Pin(ranks=(3, 8))}}, "auto", "rank 8, but there are 8: use 0 to 7"),
+        ({"pin": {"a": Pin(host=2)}}, "auto", "host 2, but there are 2: use 0 to 1"),
+        ({"pin": {"a": Pin(host=-1)}}, "auto", "host -1, but there are 2"),
+        ({"pin": {"s": Pin(exchange="pooled")}}, "auto", "'s' is pinned to pooled, but is a seq"),
+        ({"pin": {"a": Pin(host=1)}}, "data_parallel", "data_parallel needs all 8: drop the pin"),
+        (
+            {"pin": {"a": Pin(split="column_wise", columns=9)}},
+            "auto",
+            "'a' cannot be column_wise in 9 pieces: its columns allow 8, and its ranks 8 on 2 hos",
+        ),
+        (
+            {"pin": {"p": Pin(split="grid")}},
+            "auto",
+            "'p' cannot be grid in 2 pieces: its columns allow 1",
+        ),
+        (
+            {"pin": {"a": Pin(split="column_wise", ranks=(5,))}},
+            "auto",
+            "and its ranks 1 on 1 hosts; pin fewer",
+        ),
+        (
+            {"pin": {"a": Pin(ranks=(0,)), "p": Pin(ranks=(1,))}, "together": (("a", "p"),)},
+            "auto",
+            "tables 'a', 'p', kept together, are pinned to different ranks",
+        ),
+        (
+            {
+                "pin": {"a": Pin(split="row_wise"), "p": Pin(split="table_wise")},
+                "together": (("p", "a"),),
+            },
+            "auto",
+            "are pinned to row_wise and table_wise: pin one split",
+        ),
+    ],
+)
+def test_impossible_constraints_are_named(
+    arguments: dict[str, Any], split: str, message: str
 ) -> None:
-    measured, expected = measure_and_expect(changes, mean)
-    assert expected == pytest.approx(measured, rel=0.1)
+    model = nn.ModuleList([bags(bag("a"), bag("p", dim=11)), sequences("s")])
+    with pytest.raises(PlanError, match=message):
+        make_plan(model, EIGHT, split=split, constraints=Constraints(**arguments))
 
 
-def test_expected_bytes_count_weights_of_ids() -> None:
-    # Defect: pooled owners also get 4 bytes of weight per id (`predict` and the ledger have
-    # them under "sample weights"), which `expect_table` leaves out.
-    changes = {"exchange": Exchange.POOLED, "weighted": True, "embedding_dim": 1}
-    measured, expected = measure_and_expect(changes, 8.0)
-    assert expected == pytest.approx(measured, rel=0.1)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Pin(split="rowwise"), "unknown split 'rowwise': did you mean 'row_wise'"),
+        (lambda: Pin(exchange="row"), "unknown exchange 'row': did you mean 'rows'"),
+        (lambda: Pin(ranks=()), "must be one or more, distinct, from 0"),
+        (lambda: Pin(ranks=(1, 1)), r"ranks \[1, 1\] must be one or more, distinct"),
+        (lambda: Pin(ranks=(-1,)), r"ranks \[-1\] must be"),
+        (lambda: Pin(ranks=(1,), host=0), r"ranks \[1\] and host 0: say one"),
+        (lambda: Pin(split="data_parallel", host=0), "pin its split or its ranks"),
+        (lambda: Pin(columns=2), "columns is 2 with split None"),
+        (lambda: Pin(split="grid", columns=0), "columns is 0 with split 'grid'"),
+        (lambda: Constraints(together=(("a", "b"), ("c", "a"))), "more than once: a"),
+        (lambda: Constraints(together=(("a",),)), "together with itself"),
+        (lambda: Constraints(max_bytes_per_rank=0), "max_bytes_per_rank is 0, but must"),
+    ],
+)
+def test_contradictions_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make()
 
 
-def measure_and_expect(changes: dict[str, Any], mean: float) -> tuple[float, float]:
-    """Bytes of `predict` over 20 steps of 4 ranks, and those expected from their statistics."""
-    rng, world = np.random.default_rng(0), 4
-    fields: dict[str, Any] = {"num_embeddings": 6400, "virtual_shards": 64, "embedding_dim": 8}
-    table = table_plan(world, **fields | changes)
-    plan = one_table_plan(table, world)
-    steps = [[jagged_batch(rng, 64, mean) for _ in range(world)] for _ in range(20)]
-    measured = float(np.mean([sent(plan, step) for step in steps]))
-    config = bag("t", 6400, feature_names=["f"])
-    stats = Stats.from_batches([config], [b for step in steps for b in step])
-    return measured, expect_table(table, stats.tables["t"], world=world).total
-
-
-FEATURE = st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=3, max_size=3)
-
-
-@LAW
-@given(st.lists(st.tuples(FEATURE, FEATURE), min_size=1, max_size=7))
-def test_stats_count_what_batches_ask(drawn: list[tuple[list[list[int]], ...]]) -> None:
-    def jagged(samples: list[list[int]]) -> JaggedTensor:
-        return JaggedTensor.from_dense([torch.tensor(s, dtype=torch.int64) for s in samples])
-
-    batches = [KeyedJaggedTensor.from_dict({"x": jagged(x), "y": jagged(y)}) for x, y in drawn]
-    tables = [bag("one", 6, feature_names=["y"]), bag("both", 6, feature_names=["x", "y"])]
-    found = Stats.from_batches(iter(tables), iter(batches))
-    assert found.batch_size == 3
-    for name, members in (("one", (1,)), ("both", (0, 1))):
-        asked = [[bag_ for k in members for bag_ in sample[k]] for sample in drawn]
-        counted = found.tables[name]
-        assert counted.requests == pytest.approx(np.mean([sum(map(len, a)) for a in asked]))
-        assert counted.bags == pytest.approx(np.mean([sum(map(bool, a)) for a in asked]))
-        sets = [{i for ids in a for i in ids} for a in asked]
-        assert counted.distinct == counted.growth[0]
-        assert len(counted.growth) == len(drawn).bit_length()
-        for k, known in enumerate(counted.growth):
-            starts = range(0, len(sets) - 2**k + 1, 2**k)
-            runs = [len(set().union(*sets[i : i + 2**k])) for i in starts]
-            assert known == pytest.approx(np.mean(runs))
-
-
-def test_stats_of_batches_of_different_sizes() -> None:
-    batches = [KeyedJaggedTensor.from_dense({"f": torch.arange(n)}) for n in (2, 5, 6)]
-    found = Stats.from_batches([bag("t", 9, feature_names=["f"])], batches)
-    assert found.batch_size == 4
-    assert found.tables["t"] == Accesses(requests=13 / 3, bags=13 / 3, growth=(13 / 3, 5.0))
-
-
-def test_stats_of_no_batches_are_refused() -> None:
-    with pytest.raises(InputError, match="at least one batch"):
-        Stats.from_batches([bag("t")], [])
-
-
-@LAW
-@given(st.lists(st.floats(1.0, 2.0), max_size=4), st.integers(1, 200))
-def test_a_union_lies_on_lines_through_the_known_points(factors: list[float], num: int) -> None:
-    growth = [3.0]
-    for factor in factors:
-        growth.append(growth[-1] * factor)
-    known = Accesses(requests=9.0, bags=3.0, growth=tuple(growth))
-    for k, value in enumerate(growth):
-        assert known.union(2**k) == pytest.approx(value)
-    if len(growth) == 1:
-        assert known.union(num) == num * 3.0  # as if batches shared no row
-        return
-    points = np.arange(len(growth) + 8)
-    slope = np.log2(growth[-1] / growth[-2])  # the last line goes on
-    logs = [*np.log2(growth), *(np.log2(growth[-1]) + slope * np.arange(1, 9))]
-    assert np.log2(known.union(num)) == pytest.approx(np.interp(np.log2(num), points, logs))
-    assert known.union(num) <= known.union(num + 1) + 1e-9
-
-
-def test_the_union_of_batches_without_ids_is_empty() -> None:
-    assert Accesses(requests=0.0, bags=0.0, growth=(0.0, 0.0)).union(8) == 0.0
-
-
-@pytest.mark.parametrize("alpha", [0.0, 1.05, 2.0])
-@pytest.mark.parametrize(("rows", "pooling"), [(1, 3.0), (50, 1.0), (2000, 4.0)])
-def test_assumed_distinct_rows_equal_drawn_ones(alpha: float, rows: int, pooling: float) -> None:
-    rng = np.random.default_rng(0)
-    weights = np.arange(1, rows + 1) ** -alpha
-    requests = int(100 * pooling)
-    drawn = rng.choice(rows, size=(400, requests), p=weights / weights.sum())
-    mean = np.mean([len(np.unique(ids)) for ids in drawn])
-    found = Stats.assume(
-        [bag("t", rows)], batch_size=100, pooling_factors={"t": pooling}, alpha=alpha
+def test_constraints_of_a_document() -> None:
+    found = parse_constraints(
+        {
+            "pin": {
+                "user": {"split": "grid", "columns": 2, "dedup": False},
+                "item": {"ranks": [2, 0], "exchange": "rows"},
+            },
+            "together": [["a", "b"]],
+            "max_bytes_per_rank": 10,
+        }
     )
-    assert found.batch_size == 100
-    assert found.tables["t"].requests == requests
-    assert found.tables["t"].distinct == pytest.approx(mean, rel=0.01)
-    four = np.mean([len(np.unique(ids)) for ids in drawn.reshape(100, 4 * requests)])
-    assert found.tables["t"].union(4) == pytest.approx(four, rel=0.02)
+    pin = {
+        "user": Pin(split="grid", columns=2, dedup=False),
+        "item": Pin(ranks=(0, 2), exchange="rows"),
+    }
+    assert found == Constraints(pin=pin, together=(("a", "b"),), max_bytes_per_rank=10)
+    assert parse_constraints({}) == Constraints()
 
 
-@pytest.mark.parametrize("rows", [10_000, 10_001, 10_500, 300_000])
-@pytest.mark.parametrize("alpha", [0.0, 0.8, 1.05, 1.5])
-def test_binned_ranks_change_little(rows: int, alpha: float) -> None:
-    weights = np.arange(1, rows + 1, dtype=np.float64) ** -alpha
-    p = weights / weights.sum()
-    for size in (10, 2048, 500_000):
-        found = Stats.assume([bag("t", rows)], batch_size=size, alpha=alpha).tables["t"]
-        assert found.distinct == pytest.approx((1 - (1 - p) ** size).sum(), rel=1e-4)
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ([], r"constraints must be a table of names, got \[\]"),
+        ({"pins": {}}, "constraints: unknown field 'pins': did you mean 'pin'"),
+        ({"pin": [1]}, r"constraints.pin must be a table of names, got \[1\]"),
+        ({"pin": {"a": 3}}, "constraints.pin.a must be a table of names, got 3"),
+        ({"pin": {"a": {"rank": 1}}}, "constraints.pin.a: unknown field 'rank': did you mean 'ra"),
+        ({"pin": {"a": {"ranks": 1}}}, "constraints.pin.a.ranks must be a list of ranks, got 1"),
+        ({"pin": {"a": {"ranks": [True]}}}, "constraints.pin.a.ranks must be a list of ranks"),
+        ({"pin": {"a": {"host": "0"}}}, "constraints.pin.a.host must be int, got '0'"),
+        ({"pin": {"a": {"host": True}}}, "constraints.pin.a.host must be int, got True"),
+        ({"pin": {"a": {"dedup": 1}}}, "constraints.pin.a.dedup must be bool, got 1"),
+        ({"pin": {"a": {"split": "x"}}}, "constraints.pin.a: unknown split 'x'"),
+        ({"together": ["ab"]}, "constraints.together must be a list of lists"),
+        ({"together": [[1]]}, "constraints.together must be a list of lists"),
+        ({"max_bytes_per_rank": 1.5}, "constraints.max_bytes_per_rank must be int, got 1.5"),
+    ],
+)
+def test_documents_that_are_no_constraints(document: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        parse_constraints(document)
 
 
-def test_assumed_accesses_follow_features_and_pooling() -> None:
-    tables = [bag("one"), bag("two", feature_names=["x", "y"]), bag("rare")]
-    factors = {"two": 3.0, "rare": 0.25}
-    found = Stats.assume(tables, batch_size=8, pooling_factors=factors).tables
-    assert (found["one"].requests, found["one"].bags) == (8.0, 8.0)
-    assert (found["two"].requests, found["two"].bags) == (48.0, 16.0)
-    assert (found["rare"].requests, found["rare"].bags) == (2.0, 2.0)
-    idle = Stats.assume(tables, batch_size=0).tables["one"]
-    assert (idle.requests, idle.bags, idle.distinct, idle.union(8)) == (0.0, 0.0, 0.0, 0.0)
-    assert all(t.distinct <= t.requests for t in found.values())
+def test_a_pinned_exchange_may_be_inexact() -> None:
+    pin = {"a": Pin(split="row_wise", exchange="pooled")}
+    plan = make_plan(bags(bag("a"), bag("b")), EIGHT, constraints=Constraints(pin=pin))
+    assert words(plan)["a"] == ("row-wise", "pooled")
+    assert is_exact(plan.table("b"))
 
 
-def test_assumed_bags_are_no_more_than_requests() -> None:
-    # Defect: the pooling of all features together is compared with one bag: 20 bags, 10 ids.
-    shared = bag("t", feature_names=["x", "y"])
-    found = Stats.assume([shared], batch_size=10, pooling_factors={"t": 0.5}).tables["t"]
-    assert (found.requests, found.bags) == (10.0, 10.0)
+def test_tables_that_cannot_be_cut_by_columns_stay_whole() -> None:
+    model = bags(bag("a"), bag("p", dim=11))
+    found = words(make_plan(model, EIGHT, split="column_wise"))
+    assert {name: word for name, (word, _) in found.items()} == {
+        "a": "column-wise",
+        "p": "table-wise",
+    }
+
+
+def test_a_plan_says_why() -> None:
+    """The runner-up is worse by what is said, all other tables as planned."""
+    names = [f"t{i}" for i in range(6)]
+    stats = stats_of(**{n: uses(20, 1500.0 * (i + 1)) for i, n in enumerate(names)})
+    model = bags(*map(bag, names))
+    plan = make_plan(model, EIGHT, stats=stats, rates=Rates())
+    for table in plan.tables:
+        why = table.why
+        assert why is not None
+        assert why.chosen.replace("_", "-").startswith(table.word.replace("_", "-"))
+        assert why.runner_up not in (None, why.chosen)
+        assert why.seconds_saved >= -1e-9
+        assert f"{why.chosen:<22} {why.runner_up:<22}" in render_why(plan)
+    assert all(len(line) <= 100 for line in render_why(plan).splitlines())
+    again = plan_from_json(plan_to_json(plan))
+    assert [t.why for t in again.tables] == [t.why for t in plan.tables]
+    assert again == replace(plan, tables=tuple(replace(t, why=None) for t in plan.tables))
+
+
+def test_the_runner_up_of_one_table_costs_what_is_said() -> None:
+    stats, rates = stats_of(a=uses(20, 9000)), Rates()
+    plan = make_plan(bags(bag("a")), EIGHT, stats=stats, rates=rates)
+    why = plan.tables[0].why
+    assert why is not None
+    split, exchange = (why.runner_up or "").split()
+    name, _, columns = split.rstrip(")").partition("(")
+    pin = {"a": Pin(split=name, columns=int(columns) if columns else None, exchange=exchange)}
+    other = make_plan(
+        bags(bag("a")), EIGHT, stats=stats, rates=rates, constraints=Constraints(pin=pin)
+    )
+    before, after = (p.predicted for p in (plan, other))
+    assert before.step_s is not None
+    assert after.step_s == pytest.approx(before.step_s + why.seconds_saved)
+    saved = after.host_bytes + after.cross_bytes - before.host_bytes - before.cross_bytes
+    assert why.bytes_saved == pytest.approx(saved)
+
+
+def test_progress_goes_from_zero_to_one() -> None:
+    shares: list[float] = []
+    make_plan(bags(*(bag(f"t{i}") for i in range(5))), EIGHT, on_progress=shares.append)
+    assert shares == sorted(shares)
+    assert (shares[0], shares[-1]) == (0.0, 1.0)
 
 
 def test_make_plan_reads_the_configurations_only() -> None:

@@ -5,7 +5,7 @@ Write single-device code, make a plan, shard. `docs/` explains the plan and what
 
 from rowmesh import data, models
 from rowmesh.comm import Mesh, init_mesh
-from rowmesh.cost import predict
+from rowmesh.cost import Rates, predict
 from rowmesh.errors import (
     InputError,
     NotExecutable,
@@ -18,7 +18,7 @@ from rowmesh.features import Batch, JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from rowmesh.nn import EmbeddingBagCollection, EmbeddingCollection
 from rowmesh.optim import SGD, Adagrad, Adam, RowwiseAdagrad
 from rowmesh.placement import Plan, load_plan, save_plan
-from rowmesh.planners import make_plan
+from rowmesh.planners import Constraints, Pin, make_plan
 from rowmesh.runtime.export import full_state_dict
 from rowmesh.runtime.export_files import export_safetensors
 from rowmesh.runtime.load import load_full_state_dict, load_pretrained
@@ -38,6 +38,7 @@ __all__ = [
     "Adam",
     "Batch",
     "Checkpoints",
+    "Constraints",
     "EmbeddingBagCollection",
     "EmbeddingBagConfig",
     "EmbeddingCollection",
@@ -51,9 +52,11 @@ __all__ = [
     "Optimizer",
     "Oracle",
     "PeerError",
+    "Pin",
     "Plan",
     "PlanError",
     "PoolingType",
+    "Rates",
     "RowmeshError",
     "RowwiseAdagrad",
     "Stats",

@@ -21,6 +21,7 @@ from rowmesh.planners.tally import Cost, Placed, Tally
 __all__ = ["Greedy"]
 
 _MAX_SWEEPS = 6  # a limit in seconds would give another plan every time
+_LEAST_SWEEP = 0.002  # of the step: a sweep that gains less is the last
 _LEAST_GAIN = 0.01  # of what the unit costs alone: less is not worth another split
 _ALLOWANCE = 0.05  # of a step, for small tables to be data-parallel
 _GIB = float(1 << 30)
@@ -95,21 +96,19 @@ class Greedy:
 
     def best_other(self, number: int, placed: Placed) -> Placed | None:
         """The best placement of a unit under another option; the tally must not hold the unit."""
-        others = [s for s in self._all[number] if s.option != placed.draft.option]
+        kept = self._sized[number]
+        known = kept if len(kept) > 1 else self._all[number]
+        others = [s for s in known if s.option != placed.draft.option]
         return self._best(self._units[number], others, tries=1)
 
     def _size(self, unit: Unit) -> list[_Sized]:
         """All options of a unit, alone on the mesh."""
         topology, found = self._tally.topology, list[_Sized]()
         ranking = Ranking(topology, np.zeros(topology.world))
-        self._tally.clear()
-        before = self._tally.cost()
         for option in unit.options:
             ranks = ranking.positions(unit, option)[0]
             made = self._draft(unit, option, ranks)
-            cost = self._tally.cost_with(Placed(made, ranks))
-            alone = Cost(cost.busiest - before.busiest, cost.mean - before.mean)
-            found.append(_Sized(made, alone))
+            found.append(_Sized(made, self._tally.cost_alone(Placed(made, ranks))))
         return found
 
     def _draft(self, unit: Unit, option: Option, ranks: tuple[int, ...]) -> Draft:
@@ -122,14 +121,13 @@ class Greedy:
             [sized[0] for sized in self._sized],
             [min(sized, key=lambda s: s.alone.busiest) for sized in self._sized],
         ]
-        known = {s.option.split for sized in self._sized for s in sized}
+        known = {s.option.split for sized in self._all for s in sized}
         for split in (s for s in SPLITS if s in known):
-            starts.append(
-                [
-                    next((s for s in sized if s.option.split == split), sized[0])
-                    for sized in self._sized
-                ]
-            )
+            start = []
+            for everything, sized in zip(self._all, self._sized, strict=True):
+                same = [s for s in everything if s.option.split == split]
+                start.append(min(same, key=lambda s: s.alone.mean, default=sized[0]))
+            starts.append(start)
         unique: dict[tuple[int, ...], list[_Sized]] = {}
         for start in starts:
             unique.setdefault(tuple(id(sized) for sized in start), start)
@@ -198,19 +196,24 @@ class Greedy:
         """Move one unit at a time, those that weigh most on the busiest rank first."""
         self._refill(found)
         for sweep in range(_MAX_SWEEPS):
-            order = self._by_weight(found)
-            gained = False
+            start = self._tally.cost().total
+            order = [i for i in self._by_weight(found) if self._can_move(i)]
             for done, i in enumerate(order):
                 self._on_progress(0.5 + 0.4 * (sweep + done / len(order)) / _MAX_SWEEPS)
                 before = self._tally.cost()
                 self._tally.take(found[i])
                 other = self._best(self._units[i], self._sized[i], tries=3)
                 if other is not None and self._gains(other, i, before):
-                    found[i], gained = other, True
+                    found[i] = other
                 self._tally.put(found[i])
             self._refill(found)
-            if not gained:
+            if self._tally.cost().total > start * (1.0 - _LEAST_SWEEP):
                 return
+
+    def _can_move(self, number: int) -> bool:
+        """Whether a unit has another option, or other ranks."""
+        sized = self._sized[number]
+        return len(sized) > 1 or sized[0].option.split not in ("row_wise", "data_parallel")
 
     def _copy_small(self, found: list[Placed]) -> None:
         """Make small tables data-parallel, the cheapest first, while the step stays as good.

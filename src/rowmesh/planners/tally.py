@@ -100,6 +100,15 @@ class Tally:
         self._ranks, self._cards = before
         return found
 
+    def cost_alone(self, placed: Placed) -> Cost:
+        """Of one unit by itself, without latencies: those are shared with other units."""
+        before = self._ranks, self._cards
+        self._ranks, self._cards = np.zeros_like(self._ranks), np.zeros_like(self._cards)
+        self._add(placed, 1.0)
+        seconds = self.seconds()
+        self._ranks, self._cards = before
+        return Cost(float(seconds.max()), float(seconds.sum()) / len(seconds))
+
     def _cost(self, more: Iterable[str]) -> Cost:
         seconds = self.seconds()
         kinds = {kind for kind, count in self._kinds.items() if count > 0}
