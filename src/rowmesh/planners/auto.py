@@ -118,9 +118,10 @@ def plan_tables(
     tally = Tally(topology, rates=rates or Rates(), limit=limit, fixed=fixed)
     greedy = Greedy(units, tally, state=state, on_progress=on_progress)
     placed = greedy.place()
+    reasons = explain(greedy, tally, [where for _, where in placed])
     chosen = {
         table.name: replace(table, why=why)
-        for (unit, where), why in zip(placed, explain(greedy, tally, placed, state), strict=True)
+        for (unit, where), why in zip(placed, reasons, strict=True)
         for table in where.draft.option.place_all(unit.tables, where.ranks)
     }
     found = tuple(chosen[name] for name in names)

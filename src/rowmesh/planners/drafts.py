@@ -43,6 +43,7 @@ class Draft:
         squares: Bytes an owner of each piece sends to its likes in every other piece.
         held: Bytes on each of the ranks, in their order.
         kinds: The exchanges that take place.
+        sent: Bytes that leave a rank, over both links; mean over ranks.
     """
 
     option: Option
@@ -51,6 +52,7 @@ class Draft:
     squares: tuple[float, ...]
     held: NDArray[np.int64]
     kinds: frozenset[str]
+    sent: float
 
     @property
     def need(self) -> int:
@@ -86,7 +88,15 @@ def draft(
     kinds = {part.kind for parts in columns for part in parts} - {""}
     if any(squares):
         kinds.add("squares")
-    return Draft(option, base, tuple(pieces), squares, held, frozenset(kinds))
+    sent = sum(_mean_sent(part, held.size // len(columns), topology) for p in columns for part in p)
+    return Draft(option, base, tuple(pieces), squares, held, frozenset(kinds), sent)
+
+
+def _mean_sent(part: Part, owners: int, topology: Topology) -> float:
+    """Bytes a rank sends because of one piece; wherever its owners are, the sum is the same."""
+    spread = owners * (topology.local * part.near + part.owner) + topology.local * part.host
+    line = part.base + spread / topology.world
+    return float(line[0] + line[2])
 
 
 def scale_to_seconds(rates: Rates) -> Floats:

@@ -1,11 +1,12 @@
 """The greedy planner: largest first, each to the least busy ranks with room, then improvements.
 
-Several starts are placed (every table by its least mean cost, by its least peak, all by one
-split), or, if none fits, one by least memory; the best is improved unit by unit until no move
-gains.
+Several starts are placed (every unit by its least peak; all by one split; by least mean cost
+under a bound on the busiest rank), or, if none fits, one by least memory; the best is improved
+unit by unit until no move gains.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +22,7 @@ from rowmesh.planners.tally import Cost, Placed, Tally
 __all__ = ["Greedy"]
 
 _MAX_SWEEPS = 6  # a limit in seconds would give another plan every time
+_SLACKS = (0.05, 0.15, 0.25, 0.35, 0.5, float("inf"))  # over an even spread of the cheapest options
 _LEAST_SWEEP = 0.002  # of the step: a sweep that gains less is the last
 _LEAST_GAIN = 0.01  # of what the unit costs alone: less is not worth another split
 _ALLOWANCE = 0.05  # of a step, for small tables to be data-parallel
@@ -81,13 +83,12 @@ class Greedy:
             PlanError: If the rows do not fit into the memory of the ranks.
         """
         best: list[Placed] | None = None
-        best_cost, starts = Cost(np.inf, np.inf), self._starts()
-        for number, chosen in enumerate(starts):
-            self._on_progress(0.3 + 0.2 * number / len(starts))
-            placed = self._fill(chosen)
-            cost = self._tally.cost()
-            if placed is not None and _is_less(cost, best_cost):
-                best, best_cost = placed, cost
+        best_cost = Cost(np.inf, np.inf)
+        for number, fill in enumerate(self._fills()):
+            self._on_progress(0.3 + 0.2 * number / (len(_SLACKS) + len(SPLITS) + 1))
+            placed = fill(best_cost.busiest)
+            if placed is not None and _is_less(self._tally.cost(), best_cost):
+                best, best_cost = placed, self._tally.cost()
         if best is None:
             best = self._fill_by_memory()
         self._improve(best)
@@ -104,7 +105,7 @@ class Greedy:
     def _size(self, unit: Unit) -> list[_Sized]:
         """All options of a unit, alone on the mesh."""
         topology, found = self._tally.topology, list[_Sized]()
-        ranking = Ranking(topology, np.zeros(topology.world))
+        ranking = Ranking(topology, lambda: np.zeros(topology.world))
         for option in unit.options:
             ranks = ranking.positions(unit, option)[0]
             made = self._draft(unit, option, ranks)
@@ -115,27 +116,31 @@ class Greedy:
         topology = self._tally.topology
         return draft(unit, option, ranks, topology=topology, scale=self._scale, state=self._state)
 
-    def _starts(self) -> list[list[_Sized]]:
-        """An option for every unit: by mean, by peak, and one split for all where it is known."""
-        starts = [
-            [sized[0] for sized in self._sized],
-            [min(sized, key=lambda s: s.alone.busiest) for sized in self._sized],
-        ]
+    def _fills(self) -> Iterator[Callable[[float], list[Placed] | None]]:
+        """The starts: under bounds; by least peak; all by one split, where they have it.
+
+        Each takes the seconds of the best one so far, and gives up where it cannot be better.
+        """
+        for slack in _SLACKS:
+            yield functools.partial(self._fill_under, slack)
+        peaks = [min(sized, key=lambda s: s.alone.busiest) for sized in self._sized]
+        yield functools.partial(self._fill, peaks)
         known = {s.option.split for sized in self._all for s in sized}
         for split in (s for s in SPLITS if s in known):
-            start = []
+            chosen = []
             for everything, sized in zip(self._all, self._sized, strict=True):
                 same = [s for s in everything if s.option.split == split]
-                start.append(min(same, key=lambda s: s.alone.mean, default=sized[0]))
-            starts.append(start)
-        unique: dict[tuple[int, ...], list[_Sized]] = {}
-        for start in starts:
-            unique.setdefault(tuple(id(sized) for sized in start), start)
-        return list(unique.values())
+                chosen.append(min(same, key=lambda s: s.alone.mean, default=sized[0]))
+            yield functools.partial(self._fill, chosen)
 
-    def _fill(self, chosen: Sequence[_Sized]) -> list[Placed] | None:
-        """All units on an emptied tally, the costliest first; None if one finds no room."""
+    def _fill(self, chosen: Sequence[_Sized], most: float) -> list[Placed] | None:
+        """All units on an emptied tally, the costliest first.
+
+        None if one finds no room, or if the mean over ranks alone is above ``most``.
+        """
         self._tally.clear()
+        if sum(sized.alone.mean for sized in chosen) > most:
+            return None
         found: dict[int, Placed] = {}
         for i in sorted(range(len(chosen)), key=lambda i: (-chosen[i].alone.busiest, i)):
             placed = self._best(self._units[i], [chosen[i]], tries=1)
@@ -146,6 +151,43 @@ class Greedy:
             self._tally.put(placed)
             found[i] = placed
         return [found[i] for i in range(len(chosen))]
+
+    def _fill_under(self, slack: float, most: float) -> list[Placed] | None:
+        """The costliest first, each by its least mean cost that keeps the busiest rank in bounds.
+
+        The bound is ``1 + slack`` times the mean cost of all units, as if they could be spread
+        evenly; units not placed yet count as spread evenly too. None if one finds no room, or if
+        the busiest rank comes above ``most``.
+        """
+        self._tally.clear()
+        means = [sized[0].alone.mean for sized in self._sized]
+        bound = (1.0 + slack) * (self._tally.cost().mean + sum(means))
+        found: dict[int, Placed] = {}
+        peaks = [sized[0].alone.busiest for sized in self._sized]
+        left = sum(means)
+        for i in sorted(range(len(means)), key=lambda i: (-peaks[i], i)):
+            left -= means[i]
+            placed, busiest = self._first_under(i, bound - left)
+            if placed is None or busiest > most:
+                return None
+            self._tally.put(placed)
+            found[i] = placed
+        return [found[i] for i in range(len(means))]
+
+    def _first_under(self, number: int, bound: float) -> tuple[Placed | None, float]:
+        """The first option of a unit within the bound, else the nearest; and the busiest rank."""
+        best: Placed | None = None
+        least = np.inf
+        for sized in self._sized[number]:
+            placed = self._best(self._units[number], [sized], tries=1)
+            if placed is None:
+                continue
+            busiest = self._tally.cost_with(placed).busiest
+            if busiest < least:
+                best, least = placed, busiest
+            if busiest <= bound:
+                return placed, busiest
+        return best, least
 
     def _fill_by_memory(self) -> list[Placed]:
         """The largest units first, each under the option that needs least on a rank."""
@@ -175,7 +217,7 @@ class Greedy:
 
     def _best(self, unit: Unit, options: Sequence[_Sized], *, tries: int) -> Placed | None:
         """The placement that costs least on top of the tally, if any fits."""
-        room, ranking = self._tally.room(), Ranking(self._tally.topology, self._tally.seconds())
+        room, ranking = self._tally.room(), Ranking(self._tally.topology, self._tally.seconds)
         best: Placed | None = None
         least = np.inf
         for sized in options:
@@ -187,6 +229,8 @@ class Greedy:
                 placed = Placed(made, ranks)
                 if not self._tally.fits(placed):
                     continue
+                if len(options) == tries == 1:
+                    return placed  # nothing to compare with
                 total = self._tally.cost_with(placed).total
                 if total < least * (1.0 - 1e-9):
                     best, least = placed, total

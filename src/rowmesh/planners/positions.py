@@ -1,6 +1,7 @@
 """On which ranks an option may go: the least busy ones that have room."""
 
 import functools
+from collections.abc import Callable
 from itertools import zip_longest
 
 import numpy as np
@@ -17,12 +18,16 @@ Ranks = tuple[int, ...]
 class Ranking:
     """All ranks and hosts, the least busy first; ties go to the lower number.
 
-    A host is as busy as its busiest rank.
+    A host is as busy as its busiest rank. ``measure`` gives the seconds of each rank, and is asked
+    at most once.
     """
 
-    def __init__(self, topology: Topology, seconds: NDArray[np.float64]) -> None:
-        self._topology = topology
-        self._seconds = seconds
+    def __init__(self, topology: Topology, measure: Callable[[], NDArray[np.float64]]) -> None:
+        self._topology, self._measure = topology, measure
+
+    @functools.cached_property
+    def _seconds(self) -> NDArray[np.float64]:
+        return self._measure()
 
     @functools.cached_property
     def _order(self) -> list[int]:

@@ -60,13 +60,15 @@ class Tally:
     def put(self, placed: Placed) -> None:
         """Add a unit."""
         self._add(placed, 1.0)
-        self._held[list(placed.ranks)] += placed.draft.held
+        if self.limit is not None:
+            self._held[list(placed.ranks)] += placed.draft.held
         self._kinds.update(placed.draft.kinds)
 
     def take(self, placed: Placed) -> None:
         """Remove a unit."""
         self._add(placed, -1.0)
-        self._held[list(placed.ranks)] -= placed.draft.held
+        if self.limit is not None:
+            self._held[list(placed.ranks)] -= placed.draft.held
         self._kinds.subtract(placed.draft.kinds)
 
     def room(self) -> NDArray[np.int64] | None:
