@@ -212,8 +212,6 @@ NEW: dict[str, dict[str, Any]] = {
     "grid-pooled": {**POOLED, **boxes(0, 1, 2, 3, columns=2, rows="host")},
     "boxes": boxes(0, 2, 1, 3, columns=2, rows="all"),
 }
-# `predict` does not know these splits yet: take the mark away when it does.
-LATER = pytest.mark.skip(reason="predict does not know this split yet")
 
 
 def draw(changes: dict[str, Any], mean: float) -> tuple[TablePlan, list[list[KeyedJaggedTensor]]]:
@@ -231,7 +229,7 @@ def expect(table: TablePlan, steps: list[list[KeyedJaggedTensor]]) -> Load:
 
 
 @pytest.mark.parametrize("mean", [0.5, 1.0, 8.0])
-@pytest.mark.parametrize("name", [*OLD, *(pytest.param(name, marks=LATER) for name in NEW)])
+@pytest.mark.parametrize("name", [*OLD, *NEW])
 def test_expected_bytes_are_within_a_tenth_of_predict(name: str, mean: float) -> None:
     """Per rank and link, over the mean of 20 batches."""
     table, steps = draw((OLD | NEW)[name], mean)
