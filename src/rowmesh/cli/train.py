@@ -11,10 +11,10 @@ import typer
 
 from rowmesh.cli.terminal import Ranks, Recipe, Settings, one_sentence
 from rowmesh.cli.view import View
+from rowmesh.comm.agreement import on_rank_0
 from rowmesh.comm.mesh import Mesh
 from rowmesh.errors import InputError
 from rowmesh.topology import Topology
-from rowmesh.train.agree import on_rank_0
 from rowmesh.train.board import open_board
 from rowmesh.train.config import RunConfig
 from rowmesh.train.folder import MetricsFile, RunFolder, without_nan

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from rowmesh.comm.agreement import agree
 from rowmesh.comm.status import sentence_of
 from rowmesh.errors import InputError
-from rowmesh.runtime.agreement import agree
 from rowmesh.runtime.export import dense_tensors, gather_table
 from rowmesh.runtime.regions import mesh_of, named_tables
 from rowmesh.runtime.tensor_files import INDEX_NAME, require_safetensors, write_tensors
@@ -43,7 +43,7 @@ def export_safetensors(
     mesh, path = mesh_of(model), Path(path)
     writes = mesh is None or mesh.rank == 0
     is_file = path.suffix == ".safetensors"
-    agree(mesh, _complaint(model, path, is_file, max_file_bytes) if writes else None, None)
+    agree(mesh, None, _complaint(model, path, is_file, max_file_bytes) if writes else None)
     sizes = {k: v.numel() * v.element_size() for k, v in dense_tensors(model).items()}
     for table in named_tables(model):
         config = table.config
@@ -59,7 +59,7 @@ def export_safetensors(
         complaint = InputError(f"cannot write {path}: {sentence_of(error)}")
     for _ in tensors:  # ranks that write nothing, or no longer, still take part in every gather
         pass
-    agree(mesh, complaint, None)
+    agree(mesh, None, complaint)
 
 
 def pack_files(sizes: Mapping[str, int], max_file_bytes: int) -> list[list[str]]:

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rowmesh.comm.agreement import agree
 from rowmesh.errors import InputError, did_you_mean
-from rowmesh.runtime.agreement import agree
 from rowmesh.runtime.embeddings import sharded_engines
 from rowmesh.runtime.export import dense_tensors
 from rowmesh.runtime.fit import Fit, Rename, fit_tensors, named_tensors, plain_tensor
@@ -69,7 +69,7 @@ def load_full_state_dict(
             _check_memory(model, fit)
         except InputError as error:
             complaint = error
-    notes = agree(mesh, complaint, (is_file, fit))
+    notes = agree(mesh, (is_file, fit), complaint)
     fit = notes[0][1]
     assert fit is not None
     if is_file != notes[0][0] or any(kind and theirs != fit for kind, theirs in notes):
@@ -166,7 +166,7 @@ def load_pretrained(
     except InputError as error:
         complaint = error
     count = None if values is None else len(values)
-    notes = agree(mesh, complaint, (is_file, count, ids))
+    notes = agree(mesh, (is_file, count, ids), complaint)
     _, count, ids = notes[0]
     if any(kind != notes[0][0] or (kind and n != count) for kind, n, _ in notes):
         raise InputError("all ranks must load the same file, or vectors that rank 0 has")

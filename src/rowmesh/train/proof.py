@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import nn
 
+from rowmesh.comm.agreement import on_rank_0
 from rowmesh.comm.mesh import Mesh
 from rowmesh.comm.status import sentence_of
 from rowmesh.errors import InputError
 from rowmesh.planners import make_plan
 from rowmesh.runtime.verify import Verification, verify
-from rowmesh.train.agree import on_rank_0
 from rowmesh.train.config import RunConfig
 from rowmesh.train.inputs import checked
 from rowmesh.train.model import build_model

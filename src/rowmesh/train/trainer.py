@@ -8,13 +8,13 @@ from typing import Any, Protocol
 
 import torch
 
+from rowmesh.comm.agreement import on_rank_0
 from rowmesh.comm.mesh import Mesh
 from rowmesh.errors import InputError
 from rowmesh.features import Batch, empty_like
 from rowmesh.placement import Plan
 from rowmesh.runtime.shard import shard
 from rowmesh.topology import Link, Topology
-from rowmesh.train.agree import on_rank_0
 from rowmesh.train.checkpoint import Checkpoints
 from rowmesh.train.config import RunConfig
 from rowmesh.train.folder import RunFolder

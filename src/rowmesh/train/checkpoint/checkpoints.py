@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
+from rowmesh.comm.agreement import agree, attempt
 from rowmesh.comm.mesh import Mesh
 from rowmesh.errors import InputError
 from rowmesh.runtime.optimizer import Optimizer
-from rowmesh.train.checkpoint.agreement import agree, attempt
 from rowmesh.train.checkpoint.document import DamagedError
 from rowmesh.train.checkpoint.folders import Folders
 from rowmesh.train.checkpoint.loading import check_all, prepare

@@ -7,13 +7,13 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
+from rowmesh.comm.agreement import agree, attempt
 from rowmesh.comm.mesh import Mesh
 from rowmesh.errors import InputError, RowmeshError
 from rowmesh.placement import Plan
 from rowmesh.placement.document import plan_to_json
 from rowmesh.runtime.boxes import TableTensor, table_tensors
 from rowmesh.runtime.optimizer import Optimizer
-from rowmesh.train.checkpoint.agreement import agree, attempt
 from rowmesh.train.checkpoint.document import StoredChunk, check_jsonable, encode
 from rowmesh.train.checkpoint.fit import describe_tables
 from rowmesh.train.checkpoint.folders import Folders
