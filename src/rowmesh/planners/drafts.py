@@ -14,7 +14,7 @@ from rowmesh.placement.memory import RuleState, alike_bytes
 from rowmesh.planners.options import Option, Unit
 from rowmesh.topology import Topology
 
-__all__ = ["Draft", "Piece", "draft", "draft_alike", "scale_to_seconds"]
+__all__ = ["Draft", "Piece", "draft", "draft_alike", "lay_drafts", "scale_to_seconds"]
 
 Floats = NDArray[np.float64]
 
@@ -62,46 +62,49 @@ class Draft:
     kinds: frozenset[str]
     sent: float
 
-    def lay(self, ranks: tuple[int, ...]) -> Floats:
-        """The lines of every rank, ``[5, W]``; ``[5, 1]`` if they are the same everywhere."""
-        topology, local = self.topology, self.topology.local
-        single = len(self.pieces) == 1 and self.pieces[0].count == 1
-        if single and len(ranks) == topology.world:
-            even: Floats = self.base + local * self.pieces[0].near
-            even[:3] += self.pieces[0].owner
-            return even[:, None]
-        lines = np.empty((5, topology.world))
-        lines[:] = self.base[:, None]
-        owners, first = len(ranks) // sum(piece.count for piece in self.pieces), 0
-        for piece in self.pieces:
-            mine = ranks[first : first + owners * piece.count]
-            first += len(mine)
-            if len(mine) == 1:
-                start = mine[0] // local * local
-                lines[:, start : start + local] += piece.near[:, None]
-                lines[:3, mine[0]] += piece.owner
-                continue
-            places = np.array(mine)
-            counts = np.bincount(places // local, minlength=topology.hosts)
-            lines.reshape(5, -1, local)[:] += (piece.near[:, None] * counts)[:, :, None]
-            lines[:3, places] += piece.owner[:, None]
-        if self.squares is not None:
-            self._mind_neighbours(lines, ranks, self.squares)
-        return lines
 
-    def _mind_neighbours(self, lines: Floats, ranks: tuple[int, ...], squares: Floats) -> None:
-        """Squares between pieces of one host do not cross; each piece is within a host here."""
-        local, owners = self.topology.local, len(ranks) // len(squares)
-        hosts = [rank // local for rank in ranks[::owners]]
-        if len(set(hosts)) == len(hosts):
-            return
-        for number, host in enumerate(hosts):
-            mine = list(ranks[number * owners : (number + 1) * owners])
-            sent = squares[number] * (hosts.count(host) - 1)
-            received = squares[[h == host for h in hosts]].sum(0) - squares[number]
-            near, across = np.array([sent, received]).T
-            lines[:2, mine] += near[:, None]
-            lines[3:, host * local : (host + 1) * local] -= owners * across[:, None]
+def lay_drafts(drafts: Sequence[Draft], ranks: Sequence[tuple[int, ...]]) -> Floats:
+    """``[drafts, 5, W]``: the lines of every rank, of each draft on its ranks alone."""
+    topology = drafts[0].topology
+    shape = topology.hosts, topology.local
+    pieces = [piece for made in drafts for piece in made.pieces]
+    owns = np.zeros((len(pieces), topology.world))
+    rows, places = list[int](), list[int]()
+    firsts, row = [], 0
+    for made, mine in zip(drafts, ranks, strict=True):
+        firsts.append(row)
+        each = len(mine) // sum(piece.count for piece in made.pieces)
+        for piece in made.pieces:
+            rows += [row] * (each * piece.count)
+            row += 1
+        places += mine
+    owns[rows, places] = 1.0
+    counts = owns.reshape(-1, *shape).sum(2)
+    lines = np.array([piece.near for piece in pieces])[:, :, None] * counts[:, None]
+    lines = lines.repeat(topology.local, 2)
+    lines[:, :3] += np.array([piece.owner for piece in pieces])[:, :, None] * owns[:, None]
+    if len(pieces) > len(drafts):
+        lines = np.add.reduceat(lines, firsts, axis=0)
+    lines += np.array([made.base for made in drafts])[:, :, None]
+    for made, mine, found in zip(drafts, ranks, lines, strict=True):
+        if made.squares is not None:
+            _mind_neighbours(found, mine, made.squares, topology.local)
+    return lines
+
+
+def _mind_neighbours(lines: Floats, ranks: tuple[int, ...], squares: Floats, local: int) -> None:
+    """Squares between pieces of one host do not cross; each piece is within a host here."""
+    owners = len(ranks) // len(squares)
+    hosts = [rank // local for rank in ranks[::owners]]
+    if len(set(hosts)) == len(hosts):
+        return
+    for number, host in enumerate(hosts):
+        mine = list(ranks[number * owners : (number + 1) * owners])
+        sent = squares[number] * (hosts.count(host) - 1)
+        received = squares[[h == host for h in hosts]].sum(0) - squares[number]
+        near, across = np.array([sent, received]).T
+        lines[:2, mine] += near[:, None]
+        lines[3:, host * local : (host + 1) * local] -= owners * across[:, None]
 
 
 def draft(

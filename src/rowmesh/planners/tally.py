@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rowmesh.cost import Load, Rates
 from rowmesh.cost.seconds import latency_seconds
-from rowmesh.planners.drafts import Draft, scale_to_seconds
+from rowmesh.planners.drafts import Draft, lay_drafts, scale_to_seconds
 from rowmesh.planners.positions import Ranking
 from rowmesh.topology import Topology
 
@@ -42,8 +42,9 @@ class Placed:
 
     @functools.cached_property
     def lines(self) -> Floats:
-        """What it adds to the lines of every rank: ``[5, W]``, or ``[5, 1]``."""
-        return self.draft.lay(self.ranks)
+        """What it adds to the lines of every rank: ``[5, W]``."""
+        found: Floats = lay_drafts([self.draft], [self.ranks])[0]
+        return found
 
 
 class Tally:
@@ -124,7 +125,7 @@ class Tally:
 
     def seconds_without(self, placed: Sequence[Placed], rank: int) -> list[float]:
         """Seconds of one rank without the first of ``placed``, without the second, and so on."""
-        gone = np.array([p.lines[:, rank if p.lines.shape[1] > 1 else 0] for p in placed])
+        gone = np.array([p.lines[:, rank] for p in placed])
         left: list[float] = _seconds((self._lines[:, rank] - gone)[:, :, None])[:, 0].tolist()
         return left
 
@@ -144,9 +145,8 @@ class Tally:
 
     def costs_with(self, options: Sequence[Placed]) -> list[Cost]:
         """`cost_with` of each."""
-        lines = np.empty((len(options), *self._lines.shape))
-        for placed, found in zip(options, lines, strict=True):
-            np.add(self._lines, placed.lines, out=found)
+        lines = lay_drafts([p.draft for p in options], [p.ranks for p in options])
+        lines += self._lines
         seconds = _seconds(lines)
         busiest, mean = seconds.max(1).tolist(), (seconds.sum(1) / seconds.shape[1]).tolist()
         latencies = [self._latency(placed.draft.kinds) for placed in options]
@@ -156,7 +156,7 @@ class Tally:
         ]
 
     def _latency(self, more: frozenset[str]) -> float:
-        kinds = more.union(kind for kind, count in self._kinds.items() if count > 0)
+        kinds = more.union([kind for kind, count in self._kinds.items() if count > 0])
         if kinds not in self._latencies:
             world = self.topology.world
             self._latencies[kinds] = latency_seconds(kinds, world=world, rates=self.rates)
@@ -164,11 +164,8 @@ class Tally:
 
 
 def cost_alone(placed: Sequence[Placed]) -> list[Cost]:
-    """Of each by itself, without latencies: those are shared with other units.
-
-    All have the same option and ranks.
-    """
-    seconds = _seconds(np.array([p.lines for p in placed]))
+    """Of each by itself, without latencies: those are shared with other units."""
+    seconds = _seconds(lay_drafts([p.draft for p in placed], [p.ranks for p in placed]))
     busiest, mean = seconds.max(1).tolist(), (seconds.sum(1) / seconds.shape[1]).tolist()
     return [Cost(most, even) for most, even in zip(busiest, mean, strict=True)]
 
