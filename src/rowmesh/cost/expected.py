@@ -96,16 +96,18 @@ def expect_alike(
     Every number of a part is an array over ``tables``, every line ``[9, tables]``.
     """
     uses = [_use(t, a, topology.world) for t, a in zip(tables, accesses, strict=True)]
-    return _parts(tables[0], tuple(np.array(uses).T), topology, state)
+    return _parts(tables[0], np.array(uses).T, topology, state)
 
 
 def _parts(
-    table: TablePlan, numbers: tuple[_Number, ...], topology: Topology, state: RuleState
+    table: TablePlan, numbers: Sequence[_Number] | _Lines, topology: Topology, state: RuleState
 ) -> list[Part]:
     tier = table.rest
     if len(table.tiers) > 1 or tier.copies is Copies.HOST:
         raise PlanError(f"table {table.name!r}: the bytes of {table.word} cannot be expected yet")
-    use = _Use(*numbers, float(table.trainable), 4.0 if table.weighted else 0.0)
+    rows, q, d, b, union = numbers
+    trained, weight = float(table.trainable), 4.0 if table.weighted else 0.0
+    use = _Use(rows, q, d, b, union, trained, weight)
     if tier.copies is Copies.WORLD:
         return [_copies(table, use, topology)]
     owners = len(tier.ranks) // tier.split.columns

@@ -65,9 +65,7 @@ def tier_bytes(table: TablePlan, tier: Tier, *, state: RuleState) -> list[int]:
     return found
 
 
-def alike_bytes(
-    tables: Sequence[TablePlan], tier: Tier, *, state: RuleState
-) -> NDArray[np.int64]:
+def alike_bytes(tables: Sequence[TablePlan], tier: Tier, *, state: RuleState) -> NDArray[np.int64]:
     """`tier_bytes` of many tables that differ in names and rows only: ``[tables, ranks]``."""
     first = tables[0]
     num_rows = [t.num_embeddings if tier.rows == "rest" else tier.rows.count for t in tables]

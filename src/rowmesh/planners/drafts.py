@@ -68,20 +68,18 @@ def lay_drafts(drafts: Sequence[Draft], ranks: Sequence[tuple[int, ...]]) -> Flo
     topology = drafts[0].topology
     shape = topology.hosts, topology.local
     pieces = [piece for made in drafts for piece in made.pieces]
-    owns = np.zeros((len(pieces), topology.world))
-    rows, places = list[int](), list[int]()
+    owns = np.zeros((len(pieces), topology.world))  # of each piece, 1 for its owners
     firsts, row = [], 0
     for made, mine in zip(drafts, ranks, strict=True):
         firsts.append(row)
-        each = len(mine) // sum(piece.count for piece in made.pieces)
+        each, first = len(mine) // sum(piece.count for piece in made.pieces), 0
         for piece in made.pieces:
-            rows += [row] * (each * piece.count)
-            row += 1
-        places += mine
-    owns[rows, places] = 1.0
+            last = first + each * piece.count
+            owns[row, slice(None) if last - first == topology.world else mine[first:last]] = 1.0
+            row, first = row + 1, last
     counts = owns.reshape(-1, *shape).sum(2)
-    lines = np.array([piece.near for piece in pieces])[:, :, None] * counts[:, None]
-    lines = lines.repeat(topology.local, 2)
+    by_host = np.array([piece.near for piece in pieces])[:, :, None] * counts[:, None]
+    lines: Floats = by_host.repeat(topology.local, 2)
     lines[:, :3] += np.array([piece.owner for piece in pieces])[:, :, None] * owns[:, None]
     if len(pieces) > len(drafts):
         lines = np.add.reduceat(lines, firsts, axis=0)
@@ -98,13 +96,13 @@ def _mind_neighbours(lines: Floats, ranks: tuple[int, ...], squares: Floats, loc
     hosts = [rank // local for rank in ranks[::owners]]
     if len(set(hosts)) == len(hosts):
         return
-    for number, host in enumerate(hosts):
-        mine = list(ranks[number * owners : (number + 1) * owners])
-        sent = squares[number] * (hosts.count(host) - 1)
-        received = squares[[h == host for h in hosts]].sum(0) - squares[number]
-        near, across = np.array([sent, received]).T
-        lines[:2, mine] += near[:, None]
-        lines[3:, host * local : (host + 1) * local] -= owners * across[:, None]
+    same = np.equal.outer(hosts, hosts).astype(np.float64)
+    sent = squares * (same.sum(1) - 1.0)[:, None]
+    received = same @ squares - squares
+    for line, amount in enumerate((sent, received)):
+        lines[line, list(ranks)] += amount[:, 0].repeat(owners)
+        cards = np.bincount(hosts, weights=amount[:, 1], minlength=lines.shape[1] // local)
+        lines[3 + line] -= owners * cards.repeat(local)
 
 
 def draft(
@@ -145,9 +143,12 @@ def draft_alike(
     base = scale @ sum(part.base for parts in columns for part in parts)
     base[3:] *= topology.local
     squares = np.array([sum(part.squares for part in parts) for parts in columns])
-    has_squares = squares.any(0).tolist()
+    has_squares: list[bool] = np.any(squares, axis=0).tolist()
     kinds = frozenset(part.kind for parts in columns for part in parts if part.kind)
-    sent = sum(_mean_sent(part, owners, topology) for parts in columns for part in parts)
+    sent = sum(
+        (_mean_sent(part, owners, topology) for parts in columns for part in parts),
+        np.zeros(len(units)),
+    )
     needs, per_byte = held.max(1).tolist(), np.array([scale[0, 0], scale[3, 2]])
     return [
         Draft(

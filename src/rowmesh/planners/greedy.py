@@ -33,8 +33,12 @@ _GIB = float(1 << 30)
 class _Sized:
     """An option of a unit, and what it costs on an empty mesh."""
 
-    draft: Draft
+    first: Placed  # where it would go
     alone: Cost
+
+    @property
+    def draft(self) -> Draft:
+        return self.first.draft
 
     @property
     def option(self) -> Option:
@@ -123,8 +127,8 @@ class Greedy:
             drafts = draft_alike(
                 units, option, ranks, topology=topology, scale=self._scale, state=self._state
             )
-            alone = cost_alone([Placed(made, ranks) for made in drafts])
-            yield [_Sized(made, cost) for made, cost in zip(drafts, alone, strict=True)]
+            placed = [Placed(made, ranks) for made in drafts]
+            yield [_Sized(*sized) for sized in zip(placed, cost_alone(placed), strict=True)]
 
     def _draft(self, unit: Unit, option: Option, ranks: tuple[int, ...]) -> Draft:
         topology = self._tally.topology
@@ -236,10 +240,7 @@ class Greedy:
         for sized in options:
             has_room = None if room is None else room >= sized.draft.need
             for ranks in ranking.positions(unit, sized.option, has_room=has_room, tries=tries):
-                made = sized.draft
-                if len(ranks) != len(made.held):  # hosts with more ranks for it than others
-                    made = self._draft(unit, sized.option, ranks)
-                placed = Placed(made, ranks)
+                placed = self._on(unit, sized, ranks)
                 if self._tally.fits(placed):
                     found.append(placed)
         if len(found) < 2:
@@ -249,6 +250,15 @@ class Greedy:
             if cost.total < least * (1.0 - 1e-9):
                 best, least = placed, cost.total
         return best
+
+    def _on(self, unit: Unit, sized: _Sized, ranks: tuple[int, ...]) -> Placed:
+        """An option on some ranks; its lines are known already if there is no choice of ranks."""
+        if ranks == sized.first.ranks:
+            return sized.first
+        if len(ranks) == len(sized.first.ranks):
+            return Placed(sized.draft, ranks)
+        # Some hosts have more ranks for it than others.
+        return Placed(self._draft(unit, sized.option, ranks), ranks)
 
     def _improve(self, found: list[Placed]) -> None:
         """Move one unit at a time, those that weigh most on the busiest rank first."""

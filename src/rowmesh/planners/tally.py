@@ -59,6 +59,8 @@ class Tally:
         cards = self._fixed[3:].reshape(2, topology.hosts, topology.local).sum(2)
         self._fixed[3:] = cards.repeat(topology.local, 1)
         self._latencies: dict[frozenset[str], float] = {}
+        self._ranking: Ranking | None = None
+        self._cost: Cost | None = None
         self.clear()
 
     def clear(self) -> None:
@@ -99,8 +101,7 @@ class Tally:
 
     def _change(self) -> None:
         """Forget what was found out about the lines before."""
-        self._ranking: Ranking | None = None
-        self._cost: Cost | None = None
+        self._ranking = self._cost = None
 
     @property
     def ranking(self) -> Ranking:
@@ -125,7 +126,7 @@ class Tally:
 
     def seconds_without(self, placed: Sequence[Placed], rank: int) -> list[float]:
         """Seconds of one rank without the first of ``placed``, without the second, and so on."""
-        gone = np.array([p.lines[:, rank] for p in placed])
+        gone = np.array([p.lines[:, rank] for p in placed]).reshape(-1, 5)
         left: list[float] = _seconds((self._lines[:, rank] - gone)[:, :, None])[:, 0].tolist()
         return left
 
