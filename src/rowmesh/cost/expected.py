@@ -4,7 +4,7 @@ The formulas are those of docs/planner.md. Planners compare them; `predict` coun
 needs the batches.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,23 +18,41 @@ from rowmesh.placement.memory import RULE_STATES, RuleState
 from rowmesh.stats import Accesses
 from rowmesh.topology import Topology
 
-__all__ = ["expect_dense", "expect_parts", "expect_plan", "expect_table"]
+__all__ = ["expect_alike", "expect_dense", "expect_parts", "expect_plan", "expect_table"]
 
 _ID = 4.0
 _ROWWISE = RULE_STATES["rowwise_adagrad"]
-_NOTHING = np.zeros(LINES)
+_Lines = NDArray[np.float64]
+_Number = float | _Lines  # of one table, or of each of many
 
 
 @dataclass(frozen=True, slots=True)
 class _Use:
     """Means of one rank's batch: q requests, d distinct rows, b bags; U rows of all ranks."""
 
-    q: float
-    d: float
-    b: float
-    union: float
+    rows: _Number  # of the table
+    q: _Number
+    d: _Number
+    b: _Number
+    union: _Number
     trained: float  # 1, or 0 for a frozen table
     weight: float  # bytes of a sample weight
+
+    def zeros(self) -> _Lines:
+        """Lines of a load, one column for each table if there are many."""
+        return np.zeros((LINES, *np.shape(self.q)))
+
+
+def _use(table: TablePlan, accesses: Accesses, world: int) -> tuple[float, ...]:
+    """Rows, q, d, b, U."""
+    rows = float(table.num_embeddings)
+    return (
+        rows,
+        accesses.requests,
+        min(rows, accesses.distinct),
+        accesses.bags,
+        min(rows, accesses.union(world)),
+    )
 
 
 def expect_table(
@@ -63,23 +81,38 @@ def expect_parts(
     table: TablePlan, accesses: Accesses, *, topology: Topology, state: RuleState = _ROWWISE
 ) -> list[Part]:
     """`expect_table` by column piece, before it is laid on ranks: only their number counts."""
+    return _parts(table, _use(table, accesses, topology.world), topology, state)
+
+
+def expect_alike(
+    tables: Sequence[TablePlan],
+    accesses: Sequence[Accesses],
+    *,
+    topology: Topology,
+    state: RuleState = _ROWWISE,
+) -> list[Part]:
+    """`expect_parts` of many tables at once, which differ in names, rows and accesses only.
+
+    Every number of a part is an array over ``tables``, every line ``[9, tables]``.
+    """
+    uses = [_use(t, a, topology.world) for t, a in zip(tables, accesses, strict=True)]
+    return _parts(tables[0], np.array(uses).T, topology, state)
+
+
+def _parts(
+    table: TablePlan, numbers: Sequence[_Number] | _Lines, topology: Topology, state: RuleState
+) -> list[Part]:
     tier = table.rest
     if len(table.tiers) > 1 or tier.copies is Copies.HOST:
         raise PlanError(f"table {table.name!r}: the bytes of {table.word} cannot be expected yet")
-    rows = float(table.num_embeddings)
-    use = _Use(
-        q=accesses.requests,
-        d=min(rows, accesses.distinct),
-        b=accesses.bags,
-        union=min(rows, accesses.union(topology.world)),
-        trained=float(table.trainable),
-        weight=4.0 if table.weighted else 0.0,
-    )
+    rows, q, d, b, union = numbers
+    trained, weight = float(table.trainable), 4.0 if table.weighted else 0.0
+    use = _Use(rows, q, d, b, union, trained, weight)
     if tier.copies is Copies.WORLD:
         return [_copies(table, use, topology)]
     owners = len(tier.ranks) // tier.split.columns
     widths = [last - first for first, last in table.columns()]
-    squares = 0.0
+    squares = 0.0 * use.union
     if len(widths) > 1 and table.trainable and state.adds_squares:
         squares = 4.0 * use.union / owners
     by_width = {w: _piece(table, use, topology, owners, w, squares) for w in set(widths)}
@@ -87,27 +120,28 @@ def expect_parts(
 
 
 def _piece(
-    table: TablePlan, use: _Use, topology: Topology, n: int, columns: int, squares: float
+    table: TablePlan, use: _Use, topology: Topology, n: int, columns: int, squares: _Number
 ) -> Part:
     row, gradient = table.row_bytes / table.embedding_dim * columns, 4.0 * columns
     trained = use.trained * gradient  # bytes of a gradient, if there is one
     update = 2.0 * use.trained * use.union / n * row
     d = use.d if table.dedup or table.exchange is Exchange.POOLED else use.q
     read = topology.world * d / n * (row + trained) + update
-    host = _NOTHING
+    near = host = use.zeros()
     if table.exchange is Exchange.ROWS:
         base, near, owner = _direct(
-            topology, n, out=d / n * _ID, back=d / n * row, gradient=d / n * trained
+            use, topology, n, out=d / n * _ID, back=d / n * row, gradient=d / n * trained
         )
         base[8], owner[8], kind = use.q * gradient + d * trained, read, "rows"
     elif table.rest.split.rows == "host" and n > 1:
         base, host, owner = _relayed(topology, n, use, row, gradient)
-        near, owner[8], kind = _NOTHING, read, "relayed"
+        owner[8], kind = read, "relayed"
     else:
-        sums = use.b * (1.0 - (1.0 - 1.0 / n) ** (use.q / use.b)) if use.b else 0.0
+        length = use.q / np.maximum(use.b, 1e-300)  # without bags there are no sums either
+        sums = use.b * (1.0 - (1.0 - 1.0 / n) ** length)
         ids = use.q / n * (_ID + use.weight)
         base, near, owner = _direct(
-            topology, n, out=ids, back=sums * gradient, gradient=sums * trained
+            use, topology, n, out=ids, back=sums * gradient, gradient=sums * trained
         )
         base[8], kind = n * sums * (gradient + trained), "pooled"
         owner[8] = topology.world * use.q / n * (row + trained) + update
@@ -118,19 +152,16 @@ def _piece(
     return Part(kind, base, near, host, owner, amount)
 
 
-_Lines = NDArray[np.float64]
-
-
 def _direct(
-    topology: Topology, n: int, *, out: float, back: float, gradient: float
+    use: _Use, topology: Topology, n: int, *, out: _Number, back: _Number, gradient: _Number
 ) -> tuple[_Lines, _Lines, _Lines]:
     """Base, near and owner lines of n owners.
 
     Each rank sends each owner ``out`` bytes and, in backward, ``gradient``; ``back`` come back.
     """
-    base, near, owner = np.zeros(LINES), np.zeros(LINES), np.zeros(LINES)
+    base, near, owner = use.zeros(), use.zeros(), use.zeros()
     near_ranks, far_ranks = topology.local - 1, topology.world - topology.local
-    for first, there, again in ((0, out + gradient, back), (4, gradient, 0.0)):
+    for first, there, again in ((0, out + gradient, back), (4, gradient, 0.0 * back)):
         base[first + 2 : first + 4] = n * there, n * again
         near[first : first + 4] = there, again, -there, -again
         inside = again * near_ranks - there, there * near_ranks - again
@@ -144,7 +175,7 @@ def _relayed(
     """Base, host and owner lines of an exchange through the relays of the owners' host."""
     hosts, local = topology.hosts, topology.local
     vector, trained, share = use.b * gradient, use.trained * gradient, hosts * use.d / n
-    base, host, owner = np.zeros(LINES), np.zeros(LINES), np.zeros(LINES)
+    base, host, owner = use.zeros(), use.zeros(), use.zeros()
     for first, there, back, ask, answer in (
         (
             0,
@@ -153,7 +184,7 @@ def _relayed(
             share * (_ID + trained),
             share * row,
         ),
-        (4, use.b * trained, 0.0, share * trained, 0.0),
+        (4, use.b * trained, 0.0 * vector, share * trained, 0.0 * share),
     ):
         base[first + 2 : first + 4] = there, back
         across = back * (hosts - 1) - there, there * (hosts - 1) - back
@@ -165,19 +196,19 @@ def _relayed(
 
 def _copies(table: TablePlan, use: _Use, topology: Topology) -> Part:
     world, gradient = topology.world, 4.0 * table.embedding_dim
-    base, near, owner = np.zeros(LINES), _NOTHING, np.zeros(LINES)
+    base, near, owner = use.zeros(), use.zeros(), use.zeros()
     if table.trainable:
-        bits = table.num_embeddings / 32.0  # a set travels as a list or a bitmap
-        out = min(use.d, bits) * _ID + use.d * gradient
-        sums = min(use.union, bits) * _ID + use.union * gradient
+        bits = use.rows / 32.0  # a set travels as a list or a bitmap
+        out = np.minimum(use.d, bits) * _ID + use.d * gradient
+        sums = np.minimum(use.union, bits) * _ID + use.union * gradient
         base, near, owner = _direct(
-            topology, world, out=out / world, back=sums / world, gradient=0.0
+            use, topology, world, out=out / world, back=sums / world, gradient=0.0 * out
         )
         for lines in (base, near, owner):  # all of it is backward
             lines[4:8] = lines[:4]
         base[8] = 2.0 * use.d * gradient + use.union * (gradient + 2.0 * table.row_bytes)
     base[8] += use.q * gradient
-    return Part("copies" if table.trainable else "", base, near, _NOTHING, owner)
+    return Part("copies" if table.trainable else "", base, near, use.zeros(), owner, 0.0 * use.q)
 
 
 def expect_dense(elements: int, *, topology: Topology, tree: str = "flat") -> Load:

@@ -78,6 +78,8 @@ class Part:
         owner: Added to every owner.
         squares: Bytes an owner sends to the owner at its place in every other piece; in
             ``owner`` they are counted as if all pieces were on different hosts.
+
+    Of many tables alike, the lines are ``[9, tables]`` and the squares ``[tables]``.
     """
 
     kind: str
@@ -85,7 +87,7 @@ class Part:
     near: Floats
     host: Floats
     owner: Floats
-    squares: float = 0.0
+    squares: float | Floats = 0.0
 
 
 def lay(parts: Sequence[Part], ranks: Sequence[int], *, topology: Topology) -> Load:

@@ -4,12 +4,13 @@ A table in its natural order is the padded view [Q, S, D] with row r = (r // S, 
 Virtual shard j = r mod S belongs to owner j mod n, so a change of n moves whole boxes [:, j].
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Homes"]
+__all__ = ["Homes", "count_slots"]
 
 Ints = NDArray[np.int64]
 
@@ -53,3 +54,12 @@ class Homes:
         slots = np.arange(start, self.num_slots(owner) if stop is None else stop, dtype=np.int64)
         width = max(self.width(owner), 1)
         return (slots // width) * self.num_shards + (slots % width) * self.num_owners + owner
+
+
+def count_slots(num_rows: Sequence[int], *, num_shards: int, num_owners: int) -> Ints:
+    """``[tables, owners]``: `Homes.num_slots` of every owner, for tables of so many rows."""
+    owners = np.arange(num_owners)
+    whole, rest = np.divmod(np.array(num_rows, dtype=np.int64)[:, None], num_shards)
+    widths = np.maximum(0, -(-(num_shards - owners) // num_owners))
+    found: Ints = whole * widths + np.maximum(0, -(-(rest - owners) // num_owners))
+    return found

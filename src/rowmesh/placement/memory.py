@@ -1,13 +1,17 @@
 """What a plan holds on every rank: rows, their copies, and the optimiser's state."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rowmesh.placement.columns import column_bounds
-from rowmesh.placement.homes import Homes
+from rowmesh.placement.homes import count_slots
 from rowmesh.placement.plan import Plan, TablePlan, Tier
 
-__all__ = ["RULE_STATES", "RuleState", "bytes_per_rank", "tier_bytes"]
+__all__ = ["RULE_STATES", "RuleState", "alike_bytes", "bytes_per_rank", "tier_bytes"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,16 +61,23 @@ def tier_bytes(table: TablePlan, tier: Tier, *, state: RuleState) -> list[int]:
     An owner's rows are those of `Homes.num_slots`; a row of a piece of c columns takes c elements
     of the table's type, and the state of a row and of c elements if the table is trainable.
     """
-    num_rows = table.num_embeddings if tier.rows == "rest" else tier.rows.count
+    found: list[int] = alike_bytes([table], tier, state=state)[0].tolist()
+    return found
+
+
+def alike_bytes(tables: Sequence[TablePlan], tier: Tier, *, state: RuleState) -> NDArray[np.int64]:
+    """`tier_bytes` of many tables that differ in names and rows only: ``[tables, ranks]``."""
+    first = tables[0]
+    num_rows = [t.num_embeddings if tier.rows == "rest" else tier.rows.count for t in tables]
     columns = tier.split.columns
     split_rows = tier.split.kind == "boxes" and tier.split.rows != "none"
     owners = max(1, len(tier.ranks) // columns) if split_rows else 1
-    row, element = 0, table.row_bytes // table.embedding_dim
-    if table.trainable:
+    row, element = 0, first.row_bytes // first.embedding_dim
+    if first.trainable:
         row, element = state.row_bytes, element + state.element_bytes
-    homes = Homes(num_rows, table.virtual_shards, owners)
-    slots = [homes.num_slots(owner) for owner in range(owners)]
-    bounds = column_bounds(table.embedding_dim, columns)
-    found = [(row + element * (last - first)) * n for first, last in bounds for n in slots]
+    slots = count_slots(num_rows, num_shards=first.virtual_shards, num_owners=owners)
+    bounds = column_bounds(first.embedding_dim, columns)
+    widths = np.array([row + element * (last - start) for start, last in bounds])
+    found = (widths[None, :, None] * slots[:, None, :]).reshape(len(tables), -1)
     # Copies list more ranks than one copy takes: each host or rank has all of it.
-    return [found[i % len(found)] for i in range(len(tier.ranks))]
+    return found[:, np.arange(len(tier.ranks)) % found.shape[1]]

@@ -14,10 +14,10 @@ import numpy as np
 from rowmesh.errors import PlanError
 from rowmesh.placement.memory import RuleState
 from rowmesh.planners.constraints import SPLITS
-from rowmesh.planners.drafts import Draft, draft, scale_to_seconds
+from rowmesh.planners.drafts import Draft, draft, draft_alike, scale_to_seconds
 from rowmesh.planners.options import Option, Unit
 from rowmesh.planners.positions import Ranking
-from rowmesh.planners.tally import Cost, Placed, Tally
+from rowmesh.planners.tally import Cost, Placed, Tally, cost_alone
 
 __all__ = ["Greedy"]
 
@@ -33,8 +33,12 @@ _GIB = float(1 << 30)
 class _Sized:
     """An option of a unit, and what it costs on an empty mesh."""
 
-    draft: Draft
+    first: Placed  # where it would go
     alone: Cost
+
+    @property
+    def draft(self) -> Draft:
+        return self.first.draft
 
     @property
     def option(self) -> Option:
@@ -70,11 +74,8 @@ class Greedy:
         self._units = sorted(units, key=lambda unit: unit.name)
         self._tally, self._state, self._on_progress = tally, state, on_progress
         self._scale = scale_to_seconds(tally.rates)
-        self._all, self._sized = list[list[_Sized]](), list[list[_Sized]]()
-        for number, unit in enumerate(self._units):
-            on_progress(0.3 * number / len(self._units))
-            self._all.append(self._size(unit))
-            self._sized.append(_best_of(self._all[-1]))
+        self._all = self._size_all()
+        self._sized = [_best_of(sized) for sized in self._all]
 
     def place(self) -> list[tuple[Unit, Placed]]:
         """Every unit with its option and ranks.
@@ -102,15 +103,32 @@ class Greedy:
         others = [s for s in known if s.option != placed.draft.option]
         return self._best(self._units[number], others, tries=1)
 
-    def _size(self, unit: Unit) -> list[_Sized]:
-        """All options of a unit, alone on the mesh."""
-        topology, found = self._tally.topology, list[_Sized]()
-        ranking = Ranking(topology, lambda: np.zeros(topology.world))
-        for option in unit.options:
-            ranks = ranking.positions(unit, option)[0]
-            made = self._draft(unit, option, ranks)
-            found.append(_Sized(made, self._tally.cost_alone(Placed(made, ranks))))
+    def _size_all(self) -> list[list[_Sized]]:
+        """All options of every unit, alone on the mesh; units alike are sized at once."""
+        alike: dict[object, list[int]] = {}
+        for number, unit in enumerate(self._units):
+            alike.setdefault(unit.shape, []).append(number)
+        found: list[list[_Sized]] = [[] for _ in self._units]
+        done = 0
+        for numbers in alike.values():
+            self._on_progress(0.3 * done / len(self._units))
+            done += len(numbers)
+            for sized in self._size([self._units[number] for number in numbers]):
+                for number, one in zip(numbers, sized, strict=True):
+                    found[number].append(one)
         return found
+
+    def _size(self, units: Sequence[Unit]) -> Iterator[list[_Sized]]:
+        """Option by option, of units alike."""
+        topology = self._tally.topology
+        ranking = Ranking(topology, lambda: np.zeros(topology.world))
+        for option in units[0].options:
+            ranks = ranking.positions(units[0], option)[0]
+            drafts = draft_alike(
+                units, option, ranks, topology=topology, scale=self._scale, state=self._state
+            )
+            placed = [Placed(made, ranks) for made in drafts]
+            yield [_Sized(*sized) for sized in zip(placed, cost_alone(placed), strict=True)]
 
     def _draft(self, unit: Unit, option: Option, ranks: tuple[int, ...]) -> Draft:
         topology = self._tally.topology
@@ -217,24 +235,30 @@ class Greedy:
 
     def _best(self, unit: Unit, options: Sequence[_Sized], *, tries: int) -> Placed | None:
         """The placement that costs least on top of the tally, if any fits."""
-        room, ranking = self._tally.room(), Ranking(self._tally.topology, self._tally.seconds)
-        best: Placed | None = None
-        least = np.inf
+        room, ranking = self._tally.room(), self._tally.ranking
+        found: list[Placed] = []
         for sized in options:
             has_room = None if room is None else room >= sized.draft.need
             for ranks in ranking.positions(unit, sized.option, has_room=has_room, tries=tries):
-                made = sized.draft
-                if len(ranks) != len(made.held):  # hosts with more ranks for it than others
-                    made = self._draft(unit, sized.option, ranks)
-                placed = Placed(made, ranks)
-                if not self._tally.fits(placed):
-                    continue
-                if len(options) == tries == 1:
-                    return placed  # nothing to compare with
-                total = self._tally.cost_with(placed).total
-                if total < least * (1.0 - 1e-9):
-                    best, least = placed, total
+                placed = self._on(unit, sized, ranks)
+                if self._tally.fits(placed):
+                    found.append(placed)
+        if len(found) < 2:
+            return found[0] if found else None
+        best, least = found[0], np.inf
+        for placed, cost in zip(found, self._tally.costs_with(found), strict=True):
+            if cost.total < least * (1.0 - 1e-9):
+                best, least = placed, cost.total
         return best
+
+    def _on(self, unit: Unit, sized: _Sized, ranks: tuple[int, ...]) -> Placed:
+        """An option on some ranks; its lines are known already if there is no choice of ranks."""
+        if ranks == sized.first.ranks:
+            return sized.first
+        if len(ranks) == len(sized.first.ranks):
+            return Placed(sized.draft, ranks)
+        # Some hosts have more ranks for it than others.
+        return Placed(self._draft(unit, sized.option, ranks), ranks)
 
     def _improve(self, found: list[Placed]) -> None:
         """Move one unit at a time, those that weigh most on the busiest rank first."""
@@ -245,11 +269,11 @@ class Greedy:
             for done, i in enumerate(order):
                 self._on_progress(0.5 + 0.4 * (sweep + done / len(order)) / _MAX_SWEEPS)
                 before = self._tally.cost()
-                self._tally.take(found[i])
-                other = self._best(self._units[i], self._sized[i], tries=3)
-                if other is not None and self._gains(other, i, before):
-                    found[i] = other
-                self._tally.put(found[i])
+                with self._tally.without(found[i]):
+                    other = self._best(self._units[i], self._sized[i], tries=3)
+                    moves = other is not None and self._gains(other, i, before)
+                if other is not None and moves:
+                    self._move(found, i, other)
             self._refill(found)
             if self._tally.cost().total > start * (1.0 - _LEAST_SWEEP):
                 return
@@ -271,22 +295,23 @@ class Greedy:
         ]
         numbers = [i for i, sized in enumerate(copies) if sized is not None]
         for i in sorted(numbers, key=lambda i: (copies[i].alone.mean, i)):  # type: ignore[union-attr]
-            self._tally.take(found[i])
-            other = self._best(self._units[i], [s for s in (copies[i],) if s], tries=1)
-            if other is not None and self._tally.cost_with(other).total <= limit:
-                found[i] = other
-            self._tally.put(found[i])
+            with self._tally.without(found[i]):
+                other = self._best(self._units[i], [s for s in (copies[i],) if s], tries=1)
+                moves = other is not None and self._tally.cost_with(other).total <= limit
+            if other is not None and moves:
+                self._move(found, i, other)
         self._refill(found)
+
+    def _move(self, found: list[Placed], number: int, other: Placed) -> None:
+        self._tally.take(found[number])
+        self._tally.put(other)
+        found[number] = other
 
     def _by_weight(self, found: Sequence[Placed]) -> list[int]:
         """Units by the seconds they take of the busiest rank."""
         rank = int(self._tally.seconds().argmax())
-        weights = []
-        for placed in found:
-            self._tally.take(placed)
-            weights.append(-float(self._tally.seconds()[rank]))
-            self._tally.put(placed)
-        return sorted(range(len(found)), key=lambda i: (-weights[i], i))
+        left = self._tally.seconds_without(found, rank)
+        return sorted(range(len(found)), key=lambda i: (left[i], i))
 
     def _gains(self, other: Placed, number: int, before: Cost) -> bool:
         """Whether a move saves enough, and takes no longer on the busiest rank."""

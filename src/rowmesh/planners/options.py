@@ -1,6 +1,6 @@
 """Which ways a table may be split and travel: the options every planner chooses from."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rowmesh.errors import InputError, PlanError, did_you_mean
@@ -85,6 +85,15 @@ class Unit:
     def name(self) -> str:
         """Of the first table."""
         return self.tables[0].name
+
+    @property
+    def shape(self) -> Hashable:
+        """Units of the same shape differ in names, rows and accesses only."""
+        tables = tuple(
+            (t.embedding_dim, t.data_type, t.virtual_shards, t.trainable, t.weighted, t.dedup)
+            for t in self.tables
+        )
+        return tables, self.ranks, self.options
 
     @property
     def label(self) -> str:

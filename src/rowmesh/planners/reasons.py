@@ -13,10 +13,9 @@ def explain(greedy: Greedy, tally: Tally, placed: Sequence[Placed]) -> list[Why]
     """A reason for every unit, all others as planned; tables kept together share theirs."""
     cost, found = tally.cost(), []
     for number, where in enumerate(placed):
-        tally.take(where)
-        other = greedy.best_other(number, where)
-        instead = None if other is None else tally.cost_with(other)
-        tally.put(where)
+        with tally.without(where):
+            other = greedy.best_other(number, where)
+            instead = None if other is None else tally.cost_with(other)
         word = where.draft.option.word
         if other is None or instead is None:
             found.append(Why(chosen=word))

@@ -1,7 +1,9 @@
 """`Tally`: what is placed so far, what it costs, and what one more unit would make of it."""
 
+import functools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,10 +11,11 @@ from numpy.typing import NDArray
 
 from rowmesh.cost import Load, Rates
 from rowmesh.cost.seconds import latency_seconds
-from rowmesh.planners.drafts import Draft, Piece, scale_to_seconds
+from rowmesh.planners.drafts import Draft, lay_drafts, scale_to_seconds
+from rowmesh.planners.positions import Ranking
 from rowmesh.topology import Topology
 
-__all__ = ["Cost", "Placed", "Tally"]
+__all__ = ["Cost", "Placed", "Tally", "cost_alone"]
 
 Floats = NDArray[np.float64]
 
@@ -30,12 +33,18 @@ class Cost:
         return self.busiest + self.mean
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Placed:
     """A draft on some ranks."""
 
     draft: Draft
     ranks: tuple[int, ...]
+
+    @functools.cached_property
+    def lines(self) -> Floats:
+        """What it adds to the lines of every rank: ``[5, W]``."""
+        found: Floats = lay_drafts([self.draft], [self.ranks])[0]
+        return found
 
 
 class Tally:
@@ -45,31 +54,61 @@ class Tally:
         self, topology: Topology, *, rates: Rates, limit: int | None = None, fixed: Load
     ) -> None:
         self.topology, self.rates, self.limit = topology, rates, limit
-        self._fixed = fixed
+        self._fixed_kinds = fixed.kinds
+        self._fixed = scale_to_seconds(rates) @ fixed.values
+        cards = self._fixed[3:].reshape(2, topology.hosts, topology.local).sum(2)
+        self._fixed[3:] = cards.repeat(topology.local, 1)
+        self._latencies: dict[frozenset[str], float] = {}
+        self._ranking: Ranking | None = None
+        self._cost: Cost | None = None
         self.clear()
 
     def clear(self) -> None:
         """Take everything away but the dense layers."""
-        lines = scale_to_seconds(self.rates) @ self._fixed.values
-        self._ranks = lines[:3]  # [3, W]: sent and received inside hosts, memory
-        shape = 2, self.topology.hosts, self.topology.local
-        self._cards = lines[3:].reshape(shape).sum(2)  # [2, H]: sent and received across hosts
+        self._lines = self._fixed  # [5, W], those of a draft; never changed in place
         self._held = np.zeros(self.topology.world, dtype=np.int64)
-        self._kinds: Counter[str] = Counter(self._fixed.kinds)
+        self._kinds: Counter[str] = Counter(self._fixed_kinds)
+        self._change()
 
     def put(self, placed: Placed) -> None:
         """Add a unit."""
-        self._add(placed, 1.0)
+        self._lines = self._lines + placed.lines
         if self.limit is not None:
             self._held[list(placed.ranks)] += placed.draft.held
-        self._kinds.update(placed.draft.kinds)
+        for kind in placed.draft.kinds:
+            self._kinds[kind] += 1
+        self._change()
 
     def take(self, placed: Placed) -> None:
         """Remove a unit."""
-        self._add(placed, -1.0)
+        self._lines = self._lines - placed.lines
         if self.limit is not None:
             self._held[list(placed.ranks)] -= placed.draft.held
-        self._kinds.subtract(placed.draft.kinds)
+        for kind in placed.draft.kinds:
+            self._kinds[kind] -= 1
+        self._change()
+
+    @contextmanager
+    def without(self, placed: Placed) -> Iterator[None]:
+        """Remove a unit for a while; afterwards all is as before, to the bit."""
+        before = self._lines, self._ranking, self._cost
+        self.take(placed)
+        try:
+            yield
+        finally:
+            self.put(placed)
+            self._lines, self._ranking, self._cost = before
+
+    def _change(self) -> None:
+        """Forget what was found out about the lines before."""
+        self._ranking = self._cost = None
+
+    @property
+    def ranking(self) -> Ranking:
+        """The ranks by their seconds."""
+        if self._ranking is None:
+            self._ranking = Ranking(self.topology, self.seconds)
+        return self._ranking
 
     def room(self) -> NDArray[np.int64] | None:
         """Bytes left on each rank, if there is a limit."""
@@ -83,89 +122,58 @@ class Tally:
 
     def seconds(self) -> Floats:
         """Seconds of each rank, without latencies."""
-        sent, received, memory = self._ranks
-        busy: Floats = np.maximum(sent, received)
-        busy += memory
-        busy += np.maximum(self._cards[0], self._cards[1]).repeat(self.topology.local)
-        return busy
+        return _seconds(self._lines)
+
+    def seconds_without(self, placed: Sequence[Placed], rank: int) -> list[float]:
+        """Seconds of one rank without the first of ``placed``, without the second, and so on."""
+        gone = np.array([p.lines[:, rank] for p in placed]).reshape(-1, 5)
+        left: list[float] = _seconds((self._lines[:, rank] - gone)[:, :, None])[:, 0].tolist()
+        return left
 
     def cost(self) -> Cost:
         """Of what is placed."""
-        return self._cost(())
+        if self._cost is None:
+            seconds, latency = self.seconds(), self._latency(frozenset())
+            busiest, mean = float(seconds.max()), float(seconds.sum()) / len(seconds)
+            self._cost = Cost(busiest + latency, mean + latency)
+        return self._cost
 
     def cost_with(self, placed: Placed) -> Cost:
         """Of what is placed and one more unit."""
-        before = self._ranks, self._cards
-        self._ranks, self._cards = self._ranks.copy(), self._cards.copy()
-        self._add(placed, 1.0)
-        found = self._cost(placed.draft.kinds)
-        self._ranks, self._cards = before
-        return found
-
-    def cost_alone(self, placed: Placed) -> Cost:
-        """Of one unit by itself, without latencies: those are shared with other units."""
-        before = self._ranks, self._cards
-        self._ranks, self._cards = np.zeros_like(self._ranks), np.zeros_like(self._cards)
-        self._add(placed, 1.0)
-        seconds = self.seconds()
-        self._ranks, self._cards = before
-        return Cost(float(seconds.max()), float(seconds.sum()) / len(seconds))
-
-    def _cost(self, more: Iterable[str]) -> Cost:
-        seconds = self.seconds()
-        kinds = {kind for kind, count in self._kinds.items() if count > 0}
-        latency = latency_seconds(kinds.union(more), world=len(seconds), rates=self.rates)
+        seconds, latency = _seconds(self._lines + placed.lines), self._latency(placed.draft.kinds)
         busiest, mean = float(seconds.max()), float(seconds.sum()) / len(seconds)
         return Cost(busiest + latency, mean + latency)
 
-    def _add(self, placed: Placed, sign: float) -> None:
-        local, draft, ranks = self.topology.local, placed.draft, placed.ranks
-        if len(draft.squares) == 1 and len(ranks) == self.topology.world:  # the same everywhere
-            (piece,) = draft.pieces
-            self._add_everywhere(sign * (draft.base + local * piece.near + piece.owner))
-            return
-        self._add_everywhere(sign * draft.base)
-        owners, first = len(ranks) // len(draft.squares), 0
-        for piece in draft.pieces:
-            mine = ranks[first : first + owners * piece.count]
-            first += len(mine)
-            self._add_piece(piece, mine, sign)
-        if any(draft.squares):
-            self._add_neighbours(placed, sign)
+    def costs_with(self, options: Sequence[Placed]) -> list[Cost]:
+        """`cost_with` of each."""
+        lines = lay_drafts([p.draft for p in options], [p.ranks for p in options])
+        lines += self._lines
+        seconds = _seconds(lines)
+        busiest, mean = seconds.max(1).tolist(), (seconds.sum(1) / seconds.shape[1]).tolist()
+        latencies = [self._latency(placed.draft.kinds) for placed in options]
+        return [
+            Cost(most + late, even + late)
+            for most, even, late in zip(busiest, mean, latencies, strict=True)
+        ]
 
-    def _add_everywhere(self, line: Floats) -> None:
-        self._ranks += line[:3, None]
-        self._cards += self.topology.local * line[3:, None]
+    def _latency(self, more: frozenset[str]) -> float:
+        kinds = more.union([kind for kind, count in self._kinds.items() if count > 0])
+        if kinds not in self._latencies:
+            world = self.topology.world
+            self._latencies[kinds] = latency_seconds(kinds, world=world, rates=self.rates)
+        return self._latencies[kinds]
 
-    def _add_piece(self, piece: Piece, ranks: tuple[int, ...], sign: float) -> None:
-        local = self.topology.local
-        owners = len(ranks) // piece.count
-        near, host, owner = sign * piece.near, sign * piece.host, sign * piece.owner
-        counts = Counter([rank // local for rank in ranks])
-        if len(counts) > 2:
-            hosts = np.zeros(self.topology.hosts)
-            hosts[list(counts)] = list(counts.values())
-            line = near + host / owners
-            self._ranks += line[:3, None] * hosts.repeat(local)
-            self._cards += (local * line[3:] + owner[3:])[:, None] * hosts
-        else:
-            for number, count in counts.items():
-                line = count * near + (count / owners) * host
-                self._ranks[:, number * local : (number + 1) * local] += line[:3, None]
-                self._cards[:, number] += local * line[3:] + count * owner[3:]
-        self._ranks[:, ranks] += owner[:3, None]
 
-    def _add_neighbours(self, placed: Placed, sign: float) -> None:
-        """Squares between pieces of one host do not cross; each piece is within a host here."""
-        squares, ranks = placed.draft.squares, placed.ranks
-        owners = len(ranks) // len(squares)
-        hosts = [rank // self.topology.local for rank in ranks[::owners]]
-        if len(set(hosts)) == len(hosts):
-            return
-        for number, host in enumerate(hosts):
-            same = sum(s for s, h in zip(squares, hosts, strict=True) if h == host)
-            sent = squares[number] * (hosts.count(host) - 1)
-            amounts = sign * np.array([sent, same - squares[number]])
-            mine = list(ranks[number * owners : (number + 1) * owners])
-            self._ranks[:2, mine] += amounts[:, None] / self.rates.host_bytes_per_s
-            self._cards[:, host] -= owners * amounts / self.rates.cross_bytes_per_s
+def cost_alone(placed: Sequence[Placed]) -> list[Cost]:
+    """Of each by itself, without latencies: those are shared with other units."""
+    seconds = _seconds(lay_drafts([p.draft for p in placed], [p.ranks for p in placed]))
+    busiest, mean = seconds.max(1).tolist(), (seconds.sum(1) / seconds.shape[1]).tolist()
+    return [Cost(most, even) for most, even in zip(busiest, mean, strict=True)]
+
+
+def _seconds(lines: Floats) -> Floats:
+    """``[..., W]`` from ``[..., 5, W]``: the longer way inside the host, memory, the card."""
+    busy: Floats = np.maximum(lines[..., 0, :], lines[..., 1, :])
+    busy += lines[..., 2, :]
+    busy += np.maximum(lines[..., 3, :], lines[..., 4, :])
+    return busy
