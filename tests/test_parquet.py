@@ -182,6 +182,43 @@ def test_a_row_keeps_its_label_ids_and_list(two_files: Path) -> None:
         assert torch.equal(batch.sparse_features.lengths(), expected.lengths())
 
 
+@pytest.mark.parametrize("sparse", [{"user": 1000}, {"items": 50}])
+def test_columns_that_are_left_out_change_no_other(two_files: Path, sparse: dict[str, int]) -> None:
+    whole, part = source(two_files), source(two_files, dense=[], sparse=sparse)
+    (name,) = sparse
+    both = zip(whole.batches(rank=0, world=1), part.batches(rank=0, world=1), strict=True)
+    for full, batch in islice(both, 2 * whole.steps_per_epoch):
+        assert batch.dense_features.shape == (len(full.labels), 0)
+        assert torch.equal(batch.labels, full.labels)
+        assert torch.equal(batch.sparse_features.values(), full.sparse_features[name].values())
+        assert torch.equal(batch.sparse_features.lengths(), full.sparse_features[name].lengths())
+
+
+def test_each_batch_has_memory_of_its_own(two_files: Path) -> None:
+    first, second = islice(source(two_files).batches(rank=0, world=1), 2)
+    for ours, other in (
+        (first.dense_features, second.dense_features),
+        (first.labels, second.labels),
+        (first.sparse_features.values(), second.sparse_features.values()),
+        (first.sparse_features.lengths(), second.sparse_features.lengths()),
+    ):
+        assert ours.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
+        assert ours.numel() == ours.untyped_storage().nbytes() // ours.element_size()
+
+
+@pytest.mark.parametrize("most", [10, 20_000, 10.5])
+def test_logarithms_are_those_of_numpy_for_counts_and_others(tmp_path: Path, most: float) -> None:
+    numbers = np.arange(20_000) % most
+    columns = {"y": np.zeros(20_000), "x": numbers.astype(np.float32), "u": np.arange(20_000)}
+    pq.write_table(pa.table(columns), tmp_path / "one.parquet")
+    options = {"path": str(tmp_path), "label": "y", "dense": ["x"], "sparse": {"u": 9}}
+    plain, logs = (ParquetClicks(**options, transform=t) for t in ("none", "log1p"))
+    both = zip(plain.batches(rank=0, world=1), logs.batches(rank=0, world=1), strict=True)
+    for before, after in islice(both, plain.steps_per_epoch):
+        expected = np.log1p(before.dense_features.numpy())
+        assert np.array_equal(after.dense_features.numpy(), expected)
+
+
 def test_the_order_follows_seed_and_epoch(two_files: Path) -> None:
     data = source(two_files)
     steps = data.steps_per_epoch

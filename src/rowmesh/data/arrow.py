@@ -12,7 +12,15 @@ import numpy.typing as npt
 from rowmesh.data.hashing import string_keys
 from rowmesh.errors import InputError
 
-__all__ = ["arrow_bags", "arrow_keys", "holds_lists", "holds_numbers", "import_arrow", "is_id_type"]
+__all__ = [
+    "arrow_bags",
+    "arrow_keys",
+    "arrow_numbers",
+    "holds_lists",
+    "holds_numbers",
+    "import_arrow",
+    "is_id_type",
+]
 
 
 def import_arrow(module: str = "pyarrow") -> Any:
@@ -86,8 +94,7 @@ def arrow_keys(column: Any) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_] | N
     whether they are those of strings. A null's key has no meaning."""
     pyarrow = import_arrow()
     column = _one_array(column)
-    valid = column.is_valid().to_numpy(zero_copy_only=False) if column.null_count else None
-    kind = column.type
+    valid, kind = _valid(column), column.type
     if pyarrow.types.is_null(kind):
         return np.zeros(len(column), dtype=np.int64), np.zeros(len(column), dtype=bool), False
     if _is_text(kind):
@@ -101,8 +108,40 @@ def arrow_keys(column: Any) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_] | N
         codes = column.indices.fill_null(0).to_numpy()
         keys = known[codes] if len(known) else np.zeros(len(column), dtype=known.dtype)
         return keys, valid, are_strings
-    ids = (column if valid is None else column.fill_null(0)).to_numpy()
+    ids = _values(column)
     return ids if ids.dtype == np.uint64 else ids.astype(np.int64, copy=False), valid, False
+
+
+def arrow_numbers(column: Any) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_] | None]:
+    """A number for each entry of a column of them, 0 for nulls, and where these are (None:
+    nowhere)."""
+    column = _one_array(column)
+    valid = _valid(column)
+    if import_arrow().types.is_boolean(column.type):
+        column = column.cast("uint8")
+    numbers = _values(column)
+    if valid is not None:
+        numbers = np.where(valid, numbers, numbers.dtype.type(0))
+    missing = None if valid is None else ~valid
+    return numbers.astype(np.float32, copy=False), missing
+
+
+def _valid(column: Any) -> npt.NDArray[np.bool_] | None:
+    bits = column.buffers()[0] if column.null_count else None
+    if bits is None:  # no nulls, or a type that has no bits for them
+        return column.is_valid().to_numpy(zero_copy_only=False) if column.null_count else None
+    end = column.offset + len(column)
+    flags = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=end, bitorder="little")
+    return flags[column.offset :].view(np.bool_)
+
+
+def _values(column: Any) -> npt.NDArray[Any]:
+    """The memory of a column of numbers, whatever lies where the nulls are."""
+    kind = np.dtype(column.type.to_pandas_dtype())
+    if not len(column):
+        return np.empty(0, dtype=kind)
+    data = np.frombuffer(column.buffers()[1], dtype=kind, count=column.offset + len(column))
+    return data[column.offset :]
 
 
 def _dictionary_keys(entries: Any) -> tuple[npt.NDArray[Any], None, bool]:

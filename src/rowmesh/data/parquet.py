@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from rowmesh.data.ahead import read_ahead
 from rowmesh.data.reader import Reader
@@ -190,14 +191,13 @@ class ParquetClicks:
             return reader.batches()
         return read_ahead(reader.batches(), depth=self.read_ahead, when_full=reader.look_ahead)
 
-    def _load(self, held: bool, number: int) -> Rows:
-        """Rows of a split's row group, in the order of the file."""
+    def _load(self, held: bool, number: int, index: npt.NDArray[np.int64]) -> Rows:
+        """The rows ``index``, in that order, among those of a split in its row group."""
         group = self._split(held=held).groups[number]
-        rows = self._files().read(group)
-        if not self.held_out_fraction:
-            return rows
-        count, order = group.num_held_out(self.held_out_fraction), group.random_order()
-        return rows.take(np.sort(order[:count] if held else order[count:]))
+        if self.held_out_fraction:
+            count, order = group.num_held_out(self.held_out_fraction), group.random_order()
+            index = np.sort(order[:count] if held else order[count:])[index]
+        return self._files().read(group, index)
 
     def _files(self) -> Files:
         if self._cache.files is None:

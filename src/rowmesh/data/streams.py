@@ -85,6 +85,11 @@ class Deal:
         """Steps of an epoch."""
         return -(-self.num_rows // (self.streams * self.rows_per_step))
 
+    @functools.cached_property
+    def num_full_steps(self) -> int:
+        """Steps of an epoch that have ``rows_per_step`` rows of every stream: the first ones."""
+        return self.num_rows // self.streams // self.rows_per_step
+
     def bounds(self, stream: int) -> tuple[int, int]:
         """First and last position of a stream on the line."""
         return (
