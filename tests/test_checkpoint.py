@@ -342,6 +342,7 @@ def save_between(mesh: Mesh, folder: str) -> list[str]:
     refuse(lambda: checkpoints.save(1, **parts, extra={"a": [{3: 1}] if mesh.rank else []}))
     refuse(lambda: checkpoints.save(1, **parts, extra={"a": torch.ones(1)}))
     refuse(lambda: checkpoints.save(-1, **parts))
+    refuse(lambda: checkpoints.save(mesh.rank, **parts))
     mesh.total(1)
     found += [p.name for p in Path(folder).iterdir()]
     mesh.total(1)
@@ -356,14 +357,15 @@ def test_refusals_reach_all_ranks(tmp_path: Path) -> None:
     found = run_on_ranks(2, save_between, str(tmp_path))
     assert found[0] == found[1]
     between = "StepError: rank 0: a checkpoint between backward and step: call opt.step() or"
-    assert [s.startswith(between) for s in found[0]] == [True] * 2 + [False] * 6 + [True]
+    assert [s.startswith(between) for s in found[0]] == [True] * 2 + [False] * 7 + [True]
     assert "there is no checkpoint in" in found[0][2]
     assert "there is no checkpoint in" in found[0][3]
     assert "rank 1: extra['a'][0]: key 3 is no string" in found[0][4]
     assert "rank 0: extra['a'] is of type Tensor" in found[0][5]
     assert "step is -1, but must be at least 0" in found[0][6]
-    assert "no checkpoint of step 2" in found[0][7]
-    assert "there are [1]" in found[0][7]
+    assert "ranks save different steps: [0, 1], in rank order" in found[0][7]
+    assert "no checkpoint of step 2" in found[0][8]
+    assert "there are [1]" in found[0][8]
 
 
 def test_nothing_is_changed_by_a_checkpoint_that_does_not_fit(tmp_path: Path) -> None:

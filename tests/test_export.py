@@ -795,3 +795,21 @@ def test_rows_and_columns_of_every_region_make_the_whole(
     assert torch.equal(whole, table)
     assert torch.equal(state, table[:, 0])
     assert sorted(taken) == list(range(count))
+
+
+def snapshot(mesh: Mesh) -> Any:
+    case = make_case(mesh.world, 0)
+    model = fresh(mesh, case)
+    found = rm.full_state_dict(model)
+    before = {name: value.clone() for name, value in found.items()}
+    optimizer = rm.Optimizer(model, dense=DENSE["sgd"], sparse=RULES["sgd"])
+    mesh.mean(model(case.batch(0, mesh.rank))).backward()
+    optimizer.step()
+    after = rm.full_state_dict(model)
+    return [name for name in before if not torch.equal(found[name], before[name])], after, before
+
+
+def test_a_state_dict_does_not_change_when_training_goes_on() -> None:
+    changed, after, before = run_on_ranks(2, snapshot)[0]
+    assert changed == []
+    assert any(not torch.equal(after[name], before[name]) for name in before)

@@ -585,3 +585,13 @@ def test_real_clicks_are_read_whole() -> None:
         assert samples == 50_000
         assert 0.02 < clicks / samples < 0.05
     assert sum(len(batch.labels) for batch in data.held_out(rank=0, world=1)) == 10_000
+
+
+@pytest.mark.parametrize("read_ahead", [0, 4])
+def test_a_rank_that_never_has_a_row_gets_empty_batches(tmp_path: Path, read_ahead: int) -> None:
+    data = source(write(tmp_path / "one", [1]), read_ahead=read_ahead)
+    counts = [
+        [len(batch.labels) for batch in islice(data.batches(rank=rank, world=2), 3)]
+        for rank in range(2)
+    ]
+    assert sorted(counts) == [[0, 0, 0], [1, 1, 1]]

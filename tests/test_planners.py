@@ -758,3 +758,17 @@ def test_make_plan_reads_the_configurations_only() -> None:
     make_plan(model, EIGHT)
     assert [configs for _, _, configs in named_collections(model)] == before
     assert all(p.device.type == "meta" for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"split": "row_wise", "ranks": (0.0, 1.0)}, r"ranks \[0.0, 1.0\] must be whole numbers"),
+        ({"split": "column_wise", "columns": "2"}, "columns is '2', but must be a whole number"),
+        ({"host": True}, "host is True, but must be a whole number"),
+        ({"split": "data_parallel", "exchange": "pooled"}, "leave out exchange 'pooled'"),
+    ],
+)
+def test_a_pin_that_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Pin(**fields)

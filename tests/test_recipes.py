@@ -149,6 +149,9 @@ def test_values_that_depend_on_each_other_are_set_together() -> None:
         ("training.steps=0", "training.steps is 0, but must be at least 1"),
         ("checkpoint.every=0", "checkpoint.every is 0, but must be at least 1"),
         ("seed=-1", "seed is -1, but must be at least 0"),
+        ("seed=9999999999999999999999", "seed is 9999999999999999999999, but must be below 2^63"),
+        ("model.dim=99999999999", "model.dim is 99999999999, but must be at most 65536"),
+        ("data.batch_size=99999999999999", "batch_size is 99999999999999, but must be from 1 to"),
         ("model.dim=0", "model.dim is 0, but must be at least 1"),
         ("plan.batches=-1", "plan.batches is -1, but must be at least 0"),
         ("optimiser.sparse=adagrab", "unknown sparse optimiser 'adagrab': did you mean 'adagrad'"),
@@ -193,6 +196,8 @@ def test_settings_that_exclude_each_other() -> None:
         ("bad.py", "x = 1", "has no function recipe"),
         ("bad.py", "def recipe(): return 3", "recipe() must return a RunConfig, got int"),
         ("bad.py", "import nothing_at_all", "failed with ModuleNotFoundError: "),
+        ("bad.py", "import sys; sys.exit(5)", "failed with SystemExit: 5"),
+        ("bad.json", '{"data": 3}', "data must be a table of settings, got 3"),
     ],
 )
 def test_a_wrong_recipe_is_named(name: str, text: str, sentence: str, tmp_path: Path) -> None:

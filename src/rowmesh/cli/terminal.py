@@ -60,7 +60,10 @@ def one_sentence() -> Iterator[None]:
     except RowmeshError as error:
         sentence, code = " ".join(str(error).split()), exit_code(error)
     except KeyboardInterrupt as error:
-        sentence, code = f"stopped by {error or 'SIGINT'}", INTERRUPTED
+        sentence, code = f"stopped by {str(error) or 'SIGINT'}", INTERRUPTED
+    except MemoryError as error:
+        reason = " ".join(str(error).split())
+        sentence, code = f"memory runs out: {reason}; choose a smaller batch or model", 2
     if os.environ.get("RANK", "0") == "0":
         typer.echo(f"rowmesh: {sentence}", err=True)
     raise typer.Exit(code)

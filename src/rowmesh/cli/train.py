@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -93,7 +94,7 @@ def train_command(
             raise InputError("--resume takes the run's own config: give --folder FOLDER, no RECIPE")
         more = [] if plan is None else [f"plan.file={plan}"]
         order = _Order(
-            recipe=recipe or "demo",
+            recipe="demo" if recipe is None else recipe,
             settings=(*(settings or ()), *more),
             path=folder,
             resume=resume,
@@ -112,6 +113,11 @@ def _train_rank(order: _Order, mesh: Mesh) -> None:
     config = order.config()
     folder = RunFolder(on_rank_0(mesh, lambda: order.folder().path))
     with Stop(mesh) as stop, contextlib.ExitStack() as closing:
+
+        def lock() -> None:
+            closing.enter_context(folder.lock())
+
+        on_rank_0(mesh, lock)
         trainer = Trainer(config, mesh, folder=folder, resume=order.resume)
         on_rank_0(mesh, lambda: folder.write(config, trainer.plan))
         view = None
@@ -156,5 +162,5 @@ def _epilogue(found: dict[str, Any], folder: RunFolder) -> str:
         return f"stopped after step {found['steps']}, without a checkpoint; {where}"
     return (
         f"stopped after step {found['steps']}, saved after step {found['saved_step']}: continue "
-        f"with rowmesh train --folder {folder.path} --resume"
+        f"with rowmesh train --folder {shlex.quote(str(folder.path))} --resume"
     )

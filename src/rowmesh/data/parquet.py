@@ -102,7 +102,7 @@ class ParquetClicks:
         for name, rows in self.columns.sparse:
             _check_range(f"rows of the table of {name!r}", rows, 1)
         _check_range("number of sparse columns", len(self.sparse), 1)
-        _check_range("batch_size", self.batch_size, 1)
+        _check_range("batch_size", self.batch_size, 1, 2**31 - 1)
         _check_range("held_out_files", self.held_out_files, 0)
         if not 0 <= self.held_out_fraction < 1:
             limit = "from 0 and below 1"

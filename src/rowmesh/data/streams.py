@@ -115,6 +115,8 @@ class Deal:
 
         Parts of one row group that are needed at the same step are neighbours.
         """
+        if all(first == last for first, last in map(self.bounds, streams)):
+            return  # fewer rows than streams: these never have one
         for epoch in count(start // self.num_steps):
             begin = epoch * self.num_steps
             if end is not None and begin >= end:

@@ -122,7 +122,7 @@ class SyntheticClicks:
         _check_range("cap", 1 if self.cap is None else self.cap, 1)
         _check_range("rows of the smallest table", min(self.num_rows), 1)
         _check_range("smallest pooling", min(self.pooling_factors), 1)
-        _check_range("batch_size", self.batch_size, 1)
+        _check_range("batch_size", self.batch_size, 1, 2**31 - 1)
         _check_range("held_out_batches", self.held_out_batches, 1, EVAL_STEP - 1)
         _check_range("num_dense", self.num_dense, 0)
         _check_range("seed", self.seed, 0, _WORD - 1)

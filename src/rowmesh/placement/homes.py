@@ -59,7 +59,8 @@ class Homes:
 def count_slots(num_rows: Sequence[int], *, num_shards: int, num_owners: int) -> Ints:
     """``[tables, owners]``: `Homes.num_slots` of every owner, for tables of so many rows."""
     owners = np.arange(num_owners)
-    whole, rest = np.divmod(np.array(num_rows, dtype=np.int64)[:, None], num_shards)
+    dtype = np.int64 if max(num_rows, default=0) < 1 << 62 else object  # a plan may say anything
+    whole, rest = np.divmod(np.array(num_rows, dtype=dtype)[:, None], num_shards)
     widths = np.maximum(0, -(-(num_shards - owners) // num_owners))
     found: Ints = whole * widths + np.maximum(0, -(-(rest - owners) // num_owners))
     return found

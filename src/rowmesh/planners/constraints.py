@@ -53,7 +53,12 @@ class Pin:
         ):
             if word is not None and word not in known:
                 raise InputError(f"unknown {what} {word!r}{did_you_mean(word, known)}")
+        for what in ("host", "columns"):
+            if type(getattr(self, what)) not in (int, type(None)):
+                raise InputError(f"{what} is {getattr(self, what)!r}, but must be a whole number")
         if self.ranks is not None:
+            if any(type(rank) is not int for rank in self.ranks):
+                raise InputError(f"ranks {list(self.ranks)} must be whole numbers")
             object.__setattr__(self, "ranks", tuple(sorted(self.ranks)))
             if not self.ranks or min(self.ranks) < 0 or len(set(self.ranks)) < len(self.ranks):
                 raise InputError(f"ranks {list(self.ranks)} must be one or more, distinct, from 0")
@@ -61,6 +66,11 @@ class Pin:
                 raise InputError(f"ranks {list(self.ranks)} and host {self.host}: say one of them")
         if self.split == "data_parallel" and (self.ranks is not None or self.host is not None):
             raise InputError("a data_parallel table is on all ranks: pin its split or its ranks")
+        if self.split == "data_parallel" and self.exchange is not None:
+            raise InputError(
+                f"a data_parallel table is read where it is needed: leave out exchange "
+                f"{self.exchange!r}"
+            )
         if self.columns is not None and (
             self.columns < 1 or self.split not in ("column_wise", "grid")
         ):

@@ -22,13 +22,16 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The state dict of the unsharded model, on rank 0; empty on other ranks.
 
     Keys are TorchRec's (``<path>.embedding_bags.<table>.weight``), values plain whole tensors in
-    the table's dtype. Of an unsharded model it is every rank's own state dict.
+    the table's dtype, and copies: training may go on. Of an unsharded model it is every rank's own
+    state dict, which shares its memory.
 
     Collective:
         All ranks, if the model is sharded.
     """
     mesh = mesh_of(model)
     found = dense_tensors(model)
+    if mesh is not None:
+        found = {key: value.clone() for key, value in found.items()}
     for table in named_tables(model):
         weight = gather_table(table)
         if weight is not None:

@@ -89,7 +89,7 @@ class RunConfig:
         recipe: The file this was read from, if any.
 
     Raises:
-        InputError: If the seed is negative.
+        InputError: If the seed is negative or 2^63 or more.
     """
 
     data: Source = field(default_factory=lambda: SyntheticClicks(cap=100_000))
@@ -103,6 +103,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _check_least("", self, "seed", 0)
+        if self.seed >= 1 << 63:
+            raise InputError(f"seed is {self.seed}, but must be below 2^63")
 
 
 def _check_least(part: str, config: object, name: str, limit: int) -> None:

@@ -1,6 +1,7 @@
 """The folder of a run: its resolved config, its plan, its metrics, its checkpoints."""
 
 import contextlib
+import fcntl
 import itertools
 import json
 import math
@@ -38,7 +39,7 @@ class RunFolder:
 
     @staticmethod
     def named(name: str) -> "RunFolder":
-        """``runs/<name>-<time>``, a folder that does not exist yet."""
+        """``runs/NAME-TIME``, a folder that does not exist yet."""
         stem = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
         names = itertools.chain([stem], (Path(f"{stem}-{n}") for n in itertools.count(2)))
         return RunFolder(next(path for path in names if not path.exists()))
@@ -54,6 +55,27 @@ class RunFolder:
                 raise InputError(
                     f"{self.path} exists already: give another --folder, or --resume to continue it"
                 )
+
+    def lock(self) -> IO[str]:
+        """Keep other runs out of this folder until the file that is returned is closed, or this
+        process ends however it ends.
+
+        Raises:
+            InputError: If a run is going on here.
+        """
+        with _writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = (self.path / ".lock").open("w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise InputError(
+                f"a run is going on in {self.path}: wait for its end, or give another --folder"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        return file
 
     def load_config(self, overrides: Sequence[str] = ()) -> RunConfig:
         """The config of the run in this folder, with overrides that leave its state valid.

@@ -12,6 +12,8 @@ from rowmesh.nn import EmbeddingBagCollection
 
 __all__ = ["ModelConfig", "build_model"]
 
+_WIDEST = 1 << 16  # columns of a layer or table; a larger one is a slip of the finger
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
@@ -47,6 +49,8 @@ class ModelConfig:
         for name, given in sizes.items():
             if min(given, default=1) < 1:
                 raise InputError(f"model.{name} is {min(given)}, but must be at least 1")
+            if max(given, default=1) > _WIDEST:
+                raise InputError(f"model.{name} is {max(given)}, but must be at most {_WIDEST}")
 
 
 def build_model(

@@ -60,6 +60,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
             config = _apply(_run_python(path), changes)
         else:
             document = _read_document(path)
+            if not isinstance(document.get("data", {}), Mapping):
+                raise InputError(f"data must be a table of settings, got {document['data']!r}")
             if "data" in document:
                 document["data"] = _data_of_recipe(document["data"])
             config = _apply(RunConfig(), _merge(document, changes))
@@ -145,7 +147,7 @@ def _run_python(path: Path) -> RunConfig:
         config = make()
     except InputError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(f"failed with {type(error).__name__}: {error}") from error
     if not isinstance(config, RunConfig):
         raise InputError(f"recipe() must return a RunConfig, got {type(config).__name__}")

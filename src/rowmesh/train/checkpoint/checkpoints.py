@@ -108,7 +108,10 @@ class Checkpoints:
             return ""
 
         save, problem = attempt(begin)
-        agree(mesh, None, problem, on_failure=on_failure)
+        steps = agree(mesh, step, problem, on_failure=on_failure)
+        if len(set(steps)) > 1:
+            on_failure("")
+            raise InputError(f"ranks save different steps: {steps}, in rank order")
         assert save is not None
         if asynchronous:
             save = save.staged()
