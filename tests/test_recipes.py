@@ -25,6 +25,7 @@ sizes = st.lists(st.integers(1, 4096), max_size=3).map(tuple)
 rates = st.floats(0, 1e9, allow_nan=False)
 counts = st.integers(1, 10**9)
 maybe = st.none() | counts
+widths = st.integers(1, 1 << 16)
 
 configs = st.builds(
     RunConfig,
@@ -40,9 +41,9 @@ configs = st.builds(
     model=st.builds(
         ModelConfig,
         kind=st.sampled_from(["dlrm", "dcn"]),
-        dim=counts,
+        dim=widths,
         dense_layers=sizes,
-        low_rank=maybe,
+        low_rank=st.none() | widths,
     ),
     optimiser=st.builds(
         OptimiserConfig,

@@ -60,7 +60,8 @@ def count_slots(num_rows: Sequence[int], *, num_shards: int, num_owners: int) ->
     """``[tables, owners]``: `Homes.num_slots` of every owner, for tables of so many rows."""
     owners = np.arange(num_owners)
     dtype = np.int64 if max(num_rows, default=0) < 1 << 62 else object  # a plan may say anything
-    whole, rest = np.divmod(np.array(num_rows, dtype=dtype)[:, None], num_shards)
+    rows = np.array(num_rows, dtype=dtype)[:, None]
+    whole, rest = rows // num_shards, rows % num_shards
     widths = np.maximum(0, -(-(num_shards - owners) // num_owners))
     found: Ints = whole * widths + np.maximum(0, -(-(rest - owners) // num_owners))
     return found

@@ -66,11 +66,8 @@ class Pin:
                 raise InputError(f"ranks {list(self.ranks)} and host {self.host}: say one of them")
         if self.split == "data_parallel" and (self.ranks is not None or self.host is not None):
             raise InputError("a data_parallel table is on all ranks: pin its split or its ranks")
-        if self.split == "data_parallel" and self.exchange is not None:
-            raise InputError(
-                f"a data_parallel table is read where it is needed: leave out exchange "
-                f"{self.exchange!r}"
-            )
+        if self.split == "data_parallel" and self.exchange == "pooled":
+            raise InputError("no sums of a data_parallel table travel: leave out exchange 'pooled'")
         if self.columns is not None and (
             self.columns < 1 or self.split not in ("column_wise", "grid")
         ):
