@@ -14,7 +14,7 @@ TEST_READY := $(VENV)/.rowmesh-test
 help:
 	@echo "make demo     train on two ranks of this machine (about a minute, after the set-up)"
 	@echo "make test     ruff, mypy and the tests"
-	@echo "make nightly  many more examples of the central property"
+	@echo "make nightly  many more examples, and tests that start many processes"
 	@echo "make clean    remove caches and build products; .venv stays"
 
 demo: $(DEMO_READY)

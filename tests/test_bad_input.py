@@ -136,7 +136,14 @@ def test_parquet_that_is_not_there_or_not_parquet(tmp_path: Path) -> None:
     assert str(tmp_path / "part-0.parquet") in told
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "no metadata"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "flip",
+        pytest.param("cut", marks=pytest.mark.nightly),
+        pytest.param("no metadata", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_damaged_checkpoint(damage: str, tmp_path: Path) -> None:
     options = settings("training.steps=2", "checkpoint.every=1")
     assert run("train", "--folder", str(tmp_path / "run"), *options).exit_code == 0

@@ -239,6 +239,7 @@ def test_a_kill_inside_a_write_leaves_the_checkpoint_before(point: str, tmp_path
     assert not list((tmp_path / "killed").glob("*.partial"))
 
 
+@pytest.mark.nightly
 def test_one_rank_killed_inside_its_write(tmp_path: Path) -> None:
     """Rank 1 dies after some bytes of its file; rank 0 reports it, and step 2 stays."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]

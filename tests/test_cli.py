@@ -132,6 +132,7 @@ def fail_on_rank_1(mesh: rm.Mesh) -> None:
     mesh.total(1)
 
 
+@pytest.mark.nightly
 def test_a_failing_rank_gives_one_sentence_and_no_traceback() -> None:
     script = (
         "from rowmesh.train.launch import launch; from tests.test_cli import fail_on_rank_1\n"
@@ -200,6 +201,7 @@ def test_an_interrupt_stops_all_ranks_after_one_step_with_a_checkpoint(tmp_path:
     assert steps == [*range(1, step + 3), step + 2]
 
 
+@pytest.mark.nightly
 def test_a_signal_to_one_rank_of_a_launcher_stops_all(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     ranks = start_ranks(["train", "--folder", str(folder), *LONG], ranks=2)
@@ -212,6 +214,7 @@ def test_a_signal_to_one_rank_of_a_launcher_stops_all(tmp_path: Path) -> None:
     assert "saved after step" in ended[0][1]
 
 
+@pytest.mark.nightly
 def test_a_second_interrupt_ends_a_run_that_hangs_at_once(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, "hang", at=6)
     arguments = ["train", str(recipe), "--ranks", "2", "--folder", str(tmp_path / "run")]
@@ -228,6 +231,7 @@ def test_a_second_interrupt_ends_a_run_that_hangs_at_once(tmp_path: Path) -> Non
     assert all_gone(process)
 
 
+@pytest.mark.nightly
 def test_a_reader_that_leaves_stops_the_run(tmp_path: Path) -> None:
     process = start("train", "--ranks", "2", "--folder", str(tmp_path / "run"), *LONG)
     wait_for_step(process)

@@ -264,6 +264,7 @@ def test_extras_say_what_they_are_for_and_how_to_get_them(monkeypatch: pytest.Mo
     assert found.advice == "pip install 'rowmesh[some]' for something"
 
 
+@pytest.mark.nightly
 def test_a_trial_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-nic")
     found = check_trial()

@@ -44,10 +44,17 @@ SENTENCES = {
 }
 
 
+NIGHTLY = ("loader", "short-plain")  # starts are slow, and these two end as others do
+
+
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def outcomes(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[dict[str, Any]]:
     """All runs, two at a time: most of each is start-up and waiting."""
-    folders = {how: tmp_path_factory.mktemp(how) for how in (*SENTENCES, "short")}
+    is_nightly = request.config.getoption("-m") == "nightly"
+    wanted = NIGHTLY if is_nightly else (*(set(SENTENCES) - set(NIGHTLY)), "short")
+    folders = {how: tmp_path_factory.mktemp(how) for how in wanted}
     with ThreadPoolExecutor(max_workers=2) as workers:
         runs = {
             how: workers.submit(run, how, folder, ranks=3 if how in ("killed", "loader") else 2)
@@ -56,7 +63,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
         yield {how: (folders[how], done.result()) for how, done in runs.items()}
 
 
-@pytest.mark.parametrize("how", SENTENCES)
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param(how, marks=pytest.mark.nightly if how in NIGHTLY else ()) for how in SENTENCES],
+)
 def test_every_rank_ends_with_the_one_true_sentence(how: str, outcomes: dict[str, Any]) -> None:
     _, (code, errors, passed) = outcomes[how]
     assert code != 0

@@ -262,7 +262,7 @@ SHOWN_BY_AN_ERROR = {owners_in_sorted_order_on_one_rank, exchanged_tags_on_one_r
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
 def test_every_mutation_is_caught(mutation: Callable[[Mesh], Patch]) -> None:
     if mutation in SHOWN_BY_AN_ERROR:  # messages no longer fit: a header or a time-out says so
-        with pytest.raises(RankError, match="PeerError"):
+        with pytest.raises(RankError, match=r"PeerError|process died"):  # gloo may end the process
             run_on_ranks(4, train_mutated, mutation.__name__, 4, hosts=2)
         return
     runs = run_on_ranks(4, train_mutated, mutation.__name__, 4, hosts=2)

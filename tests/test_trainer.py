@@ -304,9 +304,11 @@ def test_a_folder_in_use_is_not_overwritten(tmp_path: Path) -> None:
 
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "a run")
-    with folder.lock(), pytest.raises(rm.InputError, match=r"a run is going on in .*a run: wait"):
-        RunFolder(tmp_path / "a run").lock()
-    folder.lock().close()  # free again
+    told = pytest.raises(rm.InputError, match=r"a run is going on in .*a run: wait")
+    with folder.lock(), told, RunFolder(tmp_path / "a run").lock():
+        pass
+    with folder.lock():  # free again
+        pass
 
 
 def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -117,9 +117,15 @@ def _train_rank(order: _Order, mesh: Mesh) -> None:
         def lock() -> None:
             closing.enter_context(folder.lock())
 
-        on_rank_0(mesh, lock)
+        def begin() -> None:
+            if not order.resume:
+                lock()
+            folder.write(config, trainer.plan)
+
+        if order.resume:
+            on_rank_0(mesh, lock)
         trainer = Trainer(config, mesh, folder=folder, resume=order.resume)
-        on_rank_0(mesh, lambda: folder.write(config, trainer.plan))
+        on_rank_0(mesh, begin)
         view = None
         listeners: list[Listener] = []
         if mesh.rank == 0:

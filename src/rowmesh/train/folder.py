@@ -56,26 +56,30 @@ class RunFolder:
                     f"{self.path} exists already: give another --folder, or --resume to continue it"
                 )
 
-    def lock(self) -> IO[str]:
-        """Keep other runs out of this folder until the file that is returned is closed, or this
-        process ends however it ends.
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep other runs out of this folder, also if this process is killed in between.
 
         Raises:
             InputError: If a run is going on here.
         """
+        path = self.path / ".lock"
         with _writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            file = (self.path / ".lock").open("w")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            raise InputError(
-                f"a run is going on in {self.path}: wait for its end, or give another --folder"
-            ) from None
-        except OSError:  # a file system without locks
-            pass
-        return file
+            file = path.open("w")
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InputError(
+                    f"a run is going on in {self.path}: wait for its end, or give another --folder"
+                ) from None
+            except OSError:  # a file system without locks
+                pass
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
 
     def load_config(self, overrides: Sequence[str] = ()) -> RunConfig:
         """The config of the run in this folder, with overrides that leave its state valid.
