@@ -217,7 +217,9 @@ def test_a_forged_description_is_refused(
     assert sentence in refuse(tmp_path / "forged")
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize(
+    "point", [*POINTS[:3], *(pytest.param(p, marks=pytest.mark.nightly) for p in POINTS[3:])]
+)
 def test_a_kill_inside_a_write_leaves_the_checkpoint_before(point: str, tmp_path: Path) -> None:
     context = mp.get_context("forkserver")
     process = context.Process(target=alone, args=(str(tmp_path / "killed"), point))

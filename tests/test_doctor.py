@@ -336,6 +336,7 @@ def test_the_table_fits_100_columns_and_the_code_says_it(
     assert "what runs here" in lines
 
 
+@pytest.mark.nightly
 def test_a_real_run_finds_that_training_works_here() -> None:
     environment = dict(os.environ) | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
     done = subprocess.run(

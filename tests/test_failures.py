@@ -44,7 +44,7 @@ SENTENCES = {
 }
 
 
-NIGHTLY = ("loader", "short-plain")  # starts are slow, and these two end as others do
+NIGHTLY = ("loader", "short-plain", "short")  # starts are slow, and these end as others do
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def outcomes(
 ) -> Iterator[dict[str, Any]]:
     """All runs, two at a time: most of each is start-up and waiting."""
     is_nightly = request.config.getoption("-m") == "nightly"
-    wanted = NIGHTLY if is_nightly else (*(set(SENTENCES) - set(NIGHTLY)), "short")
+    wanted = NIGHTLY if is_nightly else [how for how in SENTENCES if how not in NIGHTLY]
     folders = {how: tmp_path_factory.mktemp(how) for how in wanted}
     with ThreadPoolExecutor(max_workers=2) as workers:
         runs = {
@@ -78,6 +78,7 @@ def test_every_rank_ends_with_the_one_true_sentence(how: str, outcomes: dict[str
         assert "the disk with part-7 is gone" in errors[1]
 
 
+@pytest.mark.nightly
 def test_loaders_of_different_length_end_together(outcomes: dict[str, Any]) -> None:
     folder, (code, errors, _) = outcomes["short"]
     assert code == 0, errors
