@@ -52,8 +52,9 @@ def outcomes(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[dict[str, Any]]:
     """All runs, two at a time: most of each is start-up and waiting."""
-    is_nightly = request.config.getoption("-m") == "nightly"
-    wanted = NIGHTLY if is_nightly else [how for how in SENTENCES if how not in NIGHTLY]
+    chosen = " ".join(item.nodeid for item in request.session.items)
+    wanted = [how for how in SENTENCES if f"[{how}]" in chosen]
+    wanted += ["short"] if "different_length" in chosen else []
     folders = {how: tmp_path_factory.mktemp(how) for how in wanted}
     with ThreadPoolExecutor(max_workers=2) as workers:
         runs = {

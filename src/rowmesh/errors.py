@@ -20,6 +20,7 @@ __all__ = [
     "PlanError",
     "RowmeshError",
     "StepError",
+    "check_range",
     "did_you_mean",
 ]
 
@@ -53,3 +54,10 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     names = sorted(known)
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     return f": did you mean {near[0]!r}?" if near else f": known are {', '.join(names)}"
+
+
+def check_range(option: str, value: float, low: float, high: float = float("inf")) -> None:
+    """Raise `InputError` unless ``low <= value <= high``."""
+    if not low <= value <= high:
+        limit = f"at least {low}" if high == float("inf") else f"from {low} to {high}"
+        raise InputError(f"{option} is {value}, but must be {limit}")

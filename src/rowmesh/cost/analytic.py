@@ -113,8 +113,10 @@ def _collection(
     _to_all(traffic, "counts", ranks, 8 * (1 + 4 * len(stacks)))
     for piece in pieces:
         for rank in () if _is_copied(piece.table) else ranks:
-            go = _relayed_piece if piece.table.is_relayed else _home_piece
-            go(traffic, piece, batches[rank], rank, id_bytes, topology)
+            if piece.table.is_relayed:
+                _relayed_piece(traffic, piece, batches[rank], rank, id_bytes, topology.local)
+            else:
+                _home_piece(traffic, piece, batches[rank], rank, id_bytes)
     for members in stacks.values():
         if members[0].table.is_relayed:
             for host in {topology.host(rank) for piece in members for rank in piece.ranks}:
@@ -157,12 +159,7 @@ def _ids(table: TablePlan, batch: KeyedJaggedTensor) -> tuple[NDArray[np.int64],
 
 
 def _home_piece(
-    traffic: _Traffic,
-    piece: _Piece,
-    batch: KeyedJaggedTensor,
-    rank: int,
-    id_bytes: int,
-    topology: Topology,
+    traffic: _Traffic, piece: _Piece, batch: KeyedJaggedTensor, rank: int, id_bytes: int
 ) -> None:
     """Ids out, vectors back, gradients out, between ``rank`` and the owners of one piece."""
     table = piece.table
@@ -190,10 +187,10 @@ def _relayed_piece(
     batch: KeyedJaggedTensor,
     rank: int,
     id_bytes: int,
-    topology: Topology,
+    local: int,
 ) -> None:
     """Bags between ``rank`` and its peer on the owners' host, its distinct rows beyond that."""
-    table, local = piece.table, topology.local
+    table = piece.table
     ids, bags = _ids(table, batch)
     relay = piece.ranks[0] - piece.ranks[0] % local + rank % local
     num_bags = len(np.unique(bags))

@@ -13,7 +13,7 @@ from rowmesh.data.reader import Reader
 from rowmesh.data.row_groups import Columns, Files, RowGroup
 from rowmesh.data.rows import Rows
 from rowmesh.data.streams import Deal, num_streams, streams_of
-from rowmesh.errors import InputError, did_you_mean
+from rowmesh.errors import InputError, check_range, did_you_mean
 from rowmesh.features import Batch
 from rowmesh.tables import EmbeddingBagConfig, PoolingType
 
@@ -100,10 +100,10 @@ class ParquetClicks:
         if twice is not None:
             raise InputError(f"column {twice!r} is named twice among label, dense and sparse")
         for name, rows in self.columns.sparse:
-            _check_range(f"rows of the table of {name!r}", rows, 1)
-        _check_range("number of sparse columns", len(self.sparse), 1)
-        _check_range("batch_size", self.batch_size, 1, 2**31 - 1)
-        _check_range("held_out_files", self.held_out_files, 0)
+            check_range(f"rows of the table of {name!r}", rows, 1)
+        check_range("number of sparse columns", len(self.sparse), 1)
+        check_range("batch_size", self.batch_size, 1, 2**31 - 1)
+        check_range("held_out_files", self.held_out_files, 0)
         if not 0 <= self.held_out_fraction < 1:
             limit = "from 0 and below 1"
             raise InputError(f"held_out_fraction is {self.held_out_fraction}, but must be {limit}")
@@ -112,9 +112,9 @@ class ParquetClicks:
                 f"held_out_files is {self.held_out_files} and held_out_fraction "
                 f"{self.held_out_fraction}: give one of them"
             )
-        _check_range("seed", self.seed, 0, 2**32 - 1)
-        _check_range("streams", self.streams, 1)
-        _check_range("read_ahead", self.read_ahead, 0)
+        check_range("seed", self.seed, 0, 2**32 - 1)
+        check_range("streams", self.streams, 1)
+        check_range("read_ahead", self.read_ahead, 0)
 
     @property
     def columns(self) -> Columns:
@@ -164,7 +164,7 @@ class ParquetClicks:
                 missing, damaged or has a wrong column or value: the latter at the step that
                 needs it.
         """
-        _check_range("start", start, 0)
+        check_range("start", start, 0)
         return self._iterate(held=False, rank=rank, world=world, start=start)
 
     def held_out(self, *, rank: int, world: int) -> Iterator[Batch]:
@@ -228,9 +228,3 @@ class ParquetClicks:
             raise InputError(f"{self.path!r} has no row to train on: all are empty or held out")
         seed, m = None if held else self.seed, self.batch_size // streams
         return _Split(list(sizes), Deal(list(sizes.values()), streams, m, seed))
-
-
-def _check_range(option: str, value: float, low: float, high: float = float("inf")) -> None:
-    if not low <= value <= high:
-        limit = f"at least {low}" if high == float("inf") else f"from {low} to {high}"
-        raise InputError(f"{option} is {value}, but must be {limit}")

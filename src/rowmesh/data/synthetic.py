@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rowmesh.data.hashing import mix
-from rowmesh.errors import InputError, did_you_mean
+from rowmesh.errors import InputError, check_range, did_you_mean
 from rowmesh.features import Batch, KeyedJaggedTensor
 from rowmesh.tables import EmbeddingBagConfig, PoolingType
 
@@ -118,16 +118,16 @@ class SyntheticClicks:
                 f"pooling has {len(self.pooling_factors)} entries for {len(self.num_rows)} "
                 f"tables: give one integer, or one a table"
             )
-        _check_range("number of tables", len(self.num_rows), 1)
-        _check_range("cap", 1 if self.cap is None else self.cap, 1)
-        _check_range("rows of the smallest table", min(self.num_rows), 1)
-        _check_range("smallest pooling", min(self.pooling_factors), 1)
-        _check_range("batch_size", self.batch_size, 1, 2**31 - 1)
-        _check_range("held_out_batches", self.held_out_batches, 1, EVAL_STEP - 1)
-        _check_range("num_dense", self.num_dense, 0)
-        _check_range("seed", self.seed, 0, _WORD - 1)
-        _check_range("alpha", self.alpha, 0, 100)
-        _check_range("click_rate", self.click_rate, 1e-6, 1 - 1e-6)
+        check_range("number of tables", len(self.num_rows), 1)
+        check_range("cap", 1 if self.cap is None else self.cap, 1)
+        check_range("rows of the smallest table", min(self.num_rows), 1)
+        check_range("smallest pooling", min(self.pooling_factors), 1)
+        check_range("batch_size", self.batch_size, 1, 2**31 - 1)
+        check_range("held_out_batches", self.held_out_batches, 1, EVAL_STEP - 1)
+        check_range("num_dense", self.num_dense, 0)
+        check_range("seed", self.seed, 0, _WORD - 1)
+        check_range("alpha", self.alpha, 0, 100)
+        check_range("click_rate", self.click_rate, 1e-6, 1 - 1e-6)
 
     @property
     def num_rows(self) -> tuple[int, ...]:
@@ -171,8 +171,8 @@ class SyntheticClicks:
         Raises:
             InputError: If rank or step is negative, or 2^32 or more.
         """
-        _check_range("rank", rank, 0, _WORD - 1)
-        _check_range("step", step, 0, _WORD - 1)
+        check_range("rank", rank, 0, _WORD - 1)
+        check_range("step", step, 0, _WORD - 1)
         rng = np.random.default_rng([self.seed, rank, step])
         dense, ids = self._draw_inputs(rng, self.batch_size)
         if self.labels is LabelModel.COIN:
@@ -293,9 +293,3 @@ def _check_name(option: str, value: object, known: Collection[str]) -> None:
     if isinstance(value, str) and value not in known:
         hint, names = did_you_mean(value, known), ", ".join(sorted(known))
         raise InputError(f"unknown {option} {value!r}{hint}" + f" ({names})" * (names not in hint))
-
-
-def _check_range(option: str, value: float, low: float, high: float = float("inf")) -> None:
-    if not low <= value <= high:
-        limit = f"at least {low}" if high == float("inf") else f"from {low} to {high}"
-        raise InputError(f"{option} is {value}, but must be {limit}")
