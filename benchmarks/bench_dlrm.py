@@ -17,6 +17,8 @@ import os
 import platform
 import subprocess
 import time
+from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,10 +27,15 @@ import torch
 from torch import Tensor
 
 import rowmesh as rm
+from rowmesh.cost import load_calibration
 from rowmesh.data.synthetic import SyntheticClicks
 from rowmesh.models.layers import seed_dense
 from rowmesh.placement import load_plan
 from rowmesh.storage import keep_freed_memory
+from rowmesh.train.calibrate.dense import count_dense
+from rowmesh.train.config import RunConfig
+from rowmesh.train.forecast import forecast_step
+from rowmesh.train.model import ModelConfig
 
 EPS = 1e-8
 DENSE = {
@@ -89,7 +96,7 @@ def main() -> None:
         losses.append(step(args.warmup + i))
         marks.append(time.perf_counter())
     cpu = time.process_time() - cpu
-    sent = mesh.ledger.by_edge()
+    sent = mesh.gather_objects(mesh.ledger.by_edge())
     mesh.total(0)
     moved = [b - a for a, b in zip(before, nic_bytes(), strict=True)]
     times = [1e3 * (b - a) for a, b in itertools.pairwise(marks)]
@@ -100,7 +107,8 @@ def main() -> None:
         "cpu_ms": round(1e3 * cpu / args.steps, 1),
         "ms_dense": round(dense_only(args, model, mesh, batches[0]), 2),
         "mb_host_step": host_megabytes(mesh, moved[0] / args.steps),
-        "ledger_bytes": average(mesh.gather_objects(sent), args.steps),
+        "ledger_bytes": average(sent, args.steps),
+        "predicted": predicted(args, clicks, plan, mesh, sent),
         "plan": summary(plan),
         "plan_s": round(plan_s, 3),
         "exactness": plan.exactness.value,
@@ -122,6 +130,7 @@ def parse_args() -> argparse.Namespace:
     p.add_argument("--plan", default="auto", help="auto, table_wise, row_wise, data_parallel, FILE")
     p.add_argument("--exchange", default="auto", choices=["auto", "rows", "pooled"])
     p.add_argument("--no-dedup", action="store_true", help="ask for every id, not every distinct")
+    p.add_argument("--topology", help="speeds by rowmesh calibrate, for planner and forecast")
     p.add_argument("--show-plan", action="store_true", help="print the plan first")
     p.add_argument("--cap", type=float, default=1e6, help="most rows of a table")
     p.add_argument("--dim", type=int, default=64)
@@ -147,19 +156,27 @@ def sizes(text: str) -> list[int]:
 
 
 def choose_plan(args: argparse.Namespace, model: Any, mesh: rm.Mesh, clicks: Any) -> rm.Plan:
-    """A plan file, or a plan from the accesses of three batches (rank 0's, the same everywhere)."""
+    """A plan file, or a plan from the accesses of rank 0's first batches."""
     if Path(args.plan).suffix == ".json":
         return load_plan(args.plan)
-    sample = [clicks.batch_at(0, i).sparse_features for i in range(3)]
-    stats = rm.Stats.from_batches(clicks.tables(args.dim), sample)
+    rates = None
+    if args.topology is not None:
+        rates = load_calibration(args.topology, topology=mesh.topology).rates
     return rm.make_plan(
         model,
         mesh.topology,
-        stats=stats,
+        stats=count_accesses(args, clicks),
+        rates=rates,
         split=args.plan,
         exchange=args.exchange,
         dedup=not args.no_dedup,
     )
+
+
+def count_accesses(args: argparse.Namespace, clicks: SyntheticClicks) -> rm.Stats:
+    """Of four batches of rank 0."""
+    sample = [clicks.batch_at(0, i).sparse_features for i in range(4)]
+    return rm.Stats.from_batches(clicks.tables(args.dim), sample)
 
 
 def dense_only(args: argparse.Namespace, model: Any, mesh: rm.Mesh, batch: rm.Batch) -> float:
@@ -185,6 +202,73 @@ def dense_only(args: argparse.Namespace, model: Any, mesh: rm.Mesh, batch: rm.Ba
         pooled.grad = None
         times.append(1e3 * (time.perf_counter() - start))
     return median(times[2:])
+
+
+def predicted(
+    args: argparse.Namespace,
+    clicks: SyntheticClicks,
+    plan: rm.Plan,
+    mesh: rm.Mesh,
+    sent: list[dict[str, dict[str, int]]],
+) -> dict[str, Any]:
+    """Bytes by `rm.predict` against the ledger's, and milliseconds if there is a calibration."""
+    numbers = Counter((args.warmup + i) % args.batches for i in range(args.steps))
+    mine = sorted(numbers)[mesh.rank :: mesh.world]  # shared out: it takes a while
+    bytes_of = {}
+    for number in mine:
+        batches = [clicks.batch_at(r, number).sparse_features for r in range(mesh.world)]
+        bytes_of[number] = rm.predict(plan, batches)
+    found: dict[int, Any] = {}
+    for part in mesh.gather_objects(bytes_of):
+        found |= part
+    total = [Counter(pairs(sum_of(found, numbers, rank))) for rank in range(mesh.world)]
+    measured = [Counter(pairs(ledger)) for ledger in sent]
+    return {
+        "mb_rank": round(sum(t.total() for t in total) / mesh.world / args.steps / 1e6, 4),
+        "bytes_are_exact": total == measured,
+        "ms": forecast_ms(args, clicks, plan),
+    }
+
+
+def sum_of(found: dict[int, Any], numbers: Counter[int], rank: int) -> dict[str, dict[str, int]]:
+    """The bytes of one rank over all measured steps."""
+    total: dict[str, dict[str, int]] = {}
+    for number, times in numbers.items():
+        for edge, links in found[number][rank].items():
+            row = total.setdefault(edge, {})
+            for link, amount in links.items():
+                row[link] = row.get(link, 0) + times * amount
+    return total
+
+
+def pairs(ledger: dict[str, dict[str, int]]) -> dict[tuple[str, str], int]:
+    """One number for each edge and link."""
+    return {(edge, link): n for edge, links in ledger.items() for link, n in links.items()}
+
+
+def forecast_ms(args: argparse.Namespace, clicks: SyntheticClicks, plan: rm.Plan) -> Any:
+    """What a step should take, by parts, if --topology says how fast the machine is."""
+    if args.topology is None:
+        return None
+    bottom, top = sizes(args.bottom), sizes(args.top)
+    config = RunConfig(
+        data=clicks,
+        model=ModelConfig(
+            dim=args.dim, dense_layers=tuple(bottom[:-1]), over_layers=tuple(top[:-1])
+        ),
+    )
+    flops, parameters = count_dense(config, clicks.batch_at(0, 0))
+    time = forecast_step(
+        plan,
+        count_accesses(args, clicks),
+        load_calibration(args.topology),
+        flops=flops,
+        parameters=parameters,
+    )
+    if time is None:
+        return None
+    parts = {key.removesuffix("_s"): round(1e3 * s, 2) for key, s in asdict(time).items()}
+    return {"total": round(1e3 * time.total_s, 2), **parts}
 
 
 def nic_bytes() -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -38,13 +39,23 @@ def fenced(text: str, start: str) -> str:
     return text.split(f"```{start}", 1)[1].split("```", 1)[0]
 
 
-@pytest.mark.parametrize("arguments", [(), ("train",), ("verify",), ("plan",)])
+@pytest.mark.parametrize("arguments", [(), ("train",), ("verify",), ("plan",), ("calibrate",)])
 def test_help_names_the_options(arguments: tuple[str, ...]) -> None:
     result = run(*arguments, "--help")
     assert result.exit_code == 0
     wanted = {
-        (): ["train", "verify", "plan"],
-        ("train",): ["--ranks", "--set", "--folder", "--resume", "--plan", "--json", "TensorBoard"],
+        (): ["train", "verify", "plan", "calibrate"],
+        ("calibrate",): ["--ranks", "--set", "--out", "--json", "topology.json"],
+        ("train",): [
+            "--topology",
+            "--ranks",
+            "--set",
+            "--folder",
+            "--resume",
+            "--plan",
+            "--json",
+            "TensorBoard",
+        ],
         ("verify",): ["--plan", "--ranks", "--steps", "--json", "module:function"],
         ("plan",): ["--hosts", "--ranks-per-host", "--tables", "--json", "--out"],
     }[arguments]
@@ -249,9 +260,14 @@ def test_lines_and_result_of_a_run_in_one_process(in_tmp: Path) -> None:
     lines = result.stdout.splitlines()
     assert lines[0].startswith("plan for 1 hosts x 1 ranks")
     assert any(line.startswith("step 2/3  AUC ") for line in lines)
-    assert lines[-5].startswith("step 3/3  loss ")
-    assert "AUC" in lines[-4]
-    assert "a perfect model would get AUC" in lines[-3]
+    assert lines[-6].startswith("step 3/3  loss ")
+    assert "AUC" in lines[-5]
+    assert "a perfect model would get AUC" in lines[-4]
+    assert re.fullmatch(
+        r"a step took [\d.]+ ms \(run rowmesh calibrate for a forecast\); a rank sent 0.00 MB "
+        r"inside its host \(expected 0.00\), 0.00 MB across \(expected 0.00\)",
+        lines[-2],
+    )
     (folder,) = (in_tmp / "runs").iterdir()
     assert lines[-1] == f"this run is in {folder.relative_to(in_tmp)}"
     assert folder.name.startswith("demo-")

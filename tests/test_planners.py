@@ -25,7 +25,7 @@ from rowmesh.placement.memory import RULE_STATES, bytes_per_rank
 from rowmesh.placement.text import render_why
 from rowmesh.planners import Constraints, Pin, make_plan, parse_constraints, plan_tables
 from rowmesh.planners.constraints import SPLITS
-from rowmesh.planners.drafts import draft, scale_to_seconds
+from rowmesh.planners.drafts import draft
 from rowmesh.planners.options import Option, Unit
 from rowmesh.planners.tally import Placed, Tally
 from rowmesh.stats import Accesses, Stats
@@ -226,12 +226,13 @@ def test_auto_takes_the_faster_exact_exchange(accesses: Accesses, exchange: str)
     names = [f"t{i}" for i in range(8)]
     stats = stats_of(**dict.fromkeys(names, accesses))
     model = bags(*map(bag, names))
-    plan = make_plan(model, EIGHT, stats=stats)
+    slow = Rates(cross_bytes_per_s=1e8)  # bytes count, not work
+    plan = make_plan(model, EIGHT, stats=stats, rates=slow)
     assert {t.exchange.value for t in plan.tables} == {exchange}
     assert all(map(is_exact, plan.tables))
-    forced = make_plan(model, EIGHT, stats=stats, split="row_wise")
+    forced = make_plan(model, EIGHT, stats=stats, split="row_wise", rates=slow)
     assert set(words(forced).values()) == {("row-wise", "rows")}  # pooled would not be bit-exact
-    loose = make_plan(model, EIGHT, stats=stats, split="row_wise", allow_inexact=True)
+    loose = make_plan(model, EIGHT, stats=stats, split="row_wise", allow_inexact=True, rates=slow)
     assert set(words(loose).values()) == {("row-wise", exchange)}
     one = make_plan(sequences("a"), EIGHT, stats=stats_of(a=accesses))
     assert words(one)["a"][1] == "rows"
@@ -480,7 +481,7 @@ def test_a_tally_is_the_expected_plan_in_seconds(data: Any, topology: Topology) 
             option,
             tier.ranks,
             topology=topology,
-            scale=scale_to_seconds(rates),
+            rates=rates,
             state=state,
         )
         before = tally.seconds()
@@ -491,7 +492,7 @@ def test_a_tally_is_the_expected_plan_in_seconds(data: Any, topology: Topology) 
         tally.put(Placed(made, tier.ranks))
         assert tally.cost().busiest == pytest.approx(with_it.busiest)
         assert tally.cost().mean == pytest.approx(with_it.mean)
-        total += expect_table(placed, accesses, topology=topology)
+        total += expect_table(placed, accesses, topology=topology, rates=rates)
     expected = rank_seconds(total.values, topology=topology, rates=rates)
     assert tally.seconds() == pytest.approx(expected)
     assert tally.cost().busiest == pytest.approx(

@@ -27,7 +27,7 @@ from rowmesh.train.trainer import Trainer
 from tests.ranks import run_on_ranks
 from tests.sources import CLICKS
 
-TIMES = {"train_s", "samples_per_s"}
+TIMES = {"train_s", "step_s", "samples_per_s"}
 MODEL = ModelConfig(dim=4, dense_layers=(8,), over_layers=(8,))
 
 

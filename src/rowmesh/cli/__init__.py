@@ -1,7 +1,8 @@
-"""The command line: `rowmesh train`, `verify`, `plan` and `doctor`. A command a file."""
+"""The command line: `rowmesh train`, `verify`, `plan`, `calibrate`, `doctor`. A command a file."""
 
 import typer
 
+from rowmesh.cli.calibrate import calibrate_command
 from rowmesh.cli.doctor import doctor_command
 from rowmesh.cli.plan import plan_app
 from rowmesh.cli.train import train_command
@@ -20,6 +21,7 @@ app = typer.Typer(
 app.command("train")(train_command)
 app.command("verify")(verify_command)
 app.add_typer(plan_app, name="plan", help="Print the plan for a cluster; compare two plans.")
+app.command("calibrate")(calibrate_command)
 app.command("doctor")(doctor_command)
 
 

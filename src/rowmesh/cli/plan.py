@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 
 from rowmesh.cli.terminal import Alpha, Batch, Exchange, Split, one_sentence
 from rowmesh.cli.workload import Workload, read_workload, workload_of_run
+from rowmesh.cost import load_calibration
 from rowmesh.data import CRITEO_KAGGLE, SyntheticClicks
 from rowmesh.errors import InputError
 from rowmesh.placement import Plan, load_plan, save_plan
@@ -88,6 +89,12 @@ def plan_command(
     split: Split = _PLAN.split,
     exchange: Exchange = _PLAN.exchange,
     memory_per_rank: Memory = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            "--topology", help="Speeds that rowmesh calibrate measured on these hosts and ranks."
+        ),
+    ] = None,
     why: Annotated[
         bool, typer.Option("--why", help="Print the runner-up of every table, and its cost.")
     ] = False,
@@ -102,6 +109,9 @@ def plan_command(
         workload = _workload(source, tables=tables, dim=dim, cap=cap, batch=batch, alpha=alpha)
         limit, said = _memory(memory_per_rank, hosts, ranks_per_host)
         topology = Topology(hosts=hosts, local=ranks_per_host, memory_bytes=limit)
+        rates = None
+        if calibration is not None:
+            rates = load_calibration(calibration, topology=topology).rates
         with _bar() as on_progress:
             plan = plan_tables(
                 workload.tables,
@@ -111,6 +121,7 @@ def plan_command(
                 split=split,
                 exchange=exchange,
                 constraints=workload.constraints,
+                rates=rates,
                 on_progress=on_progress,
             )
         if out is not None:

@@ -69,6 +69,10 @@ def train_command(
     plan: Annotated[
         Path | None, typer.Option(help="Use this plan.json: short for --set plan.file=FILE.")
     ] = None,
+    topology: Annotated[
+        Path | None,
+        typer.Option(help="Speeds from rowmesh calibrate: short for --set plan.topology=FILE."),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as one JSON object, nothing else.")
     ] = False,
@@ -92,7 +96,8 @@ def train_command(
     with one_sentence():
         if resume and (folder is None or recipe is not None):
             raise InputError("--resume takes the run's own config: give --folder FOLDER, no RECIPE")
-        more = [] if plan is None else [f"plan.file={plan}"]
+        files = {"plan.file": plan, "plan.topology": topology}
+        more = [f"{key}={file}" for key, file in files.items() if file is not None]
         order = _Order(
             recipe="demo" if recipe is None else recipe,
             settings=(*(settings or ()), *more),

@@ -89,10 +89,23 @@ class View:
         if self._steps:
             lines.append(
                 f"{self._steps} steps on {found['ranks']} ranks in {found['train_s']:.1f} s, "
-                f"{found['samples_per_s']:,.0f} samples/s; a rank sent {self._mb('host'):.2f} MB "
-                f"a step inside the host, {self._mb('cross'):.2f} MB across hosts"
+                f"{found['samples_per_s']:,.0f} samples/s"
             )
+            lines.append(self._beside_forecast(found))
         self.say("\n".join(lines))
+
+    def _beside_forecast(self, found: dict[str, Any]) -> str:
+        """What a step took and sent, and what it should have."""
+        expected = found["forecast"]
+        step = "run rowmesh calibrate for a forecast"
+        if expected["step_s"] is not None:
+            step = f"expected {expected['step_s'] * 1e3:.1f}"
+        return (
+            f"a step took {found['step_s'] * 1e3:.1f} ms ({step}); a rank sent "
+            f"{self._mb('host'):.2f} MB inside its host (expected "
+            f"{expected['host_bytes'] / 1e6:.2f}), {self._mb('cross'):.2f} MB across (expected "
+            f"{expected['cross_bytes'] / 1e6:.2f})"
+        )
 
     def say(self, text: str) -> None:
         """Print plain text, above the bar if there is one."""

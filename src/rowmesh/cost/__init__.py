@@ -1,16 +1,26 @@
 """What a plan costs: exact bytes of given batches; expected bytes and seconds from statistics."""
 
 from rowmesh.cost.analytic import predict
-from rowmesh.cost.expected import expect_dense, expect_plan, expect_table
+from rowmesh.cost.calibration import Calibration, load_calibration, save_calibration
+from rowmesh.cost.expected import expect_dense, expect_plan, expect_table, expect_tables
 from rowmesh.cost.load import Load
-from rowmesh.cost.seconds import Rates, step_seconds
+from rowmesh.cost.rates import DenseCost, Rates, RowCost
+from rowmesh.cost.seconds import StepTime, step_seconds, step_time
 
 __all__ = [
+    "Calibration",
+    "DenseCost",
     "Load",
     "Rates",
+    "RowCost",
+    "StepTime",
     "expect_dense",
     "expect_plan",
     "expect_table",
+    "expect_tables",
+    "load_calibration",
     "predict",
+    "save_calibration",
     "step_seconds",
+    "step_time",
 ]

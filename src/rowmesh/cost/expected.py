@@ -1,4 +1,4 @@
-"""Expected bytes of a table, of the dense layers and of a plan, from statistics alone.
+"""Expected bytes and work of a table, of the dense layers and of a plan, from statistics alone.
 
 The formulas are those of docs/planner.md. Planners compare them; `predict` counts exactly, but
 needs the batches.
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rowmesh.cost.load import LINES, Load, Part, lay, no_load
+from rowmesh.cost.rates import Rates, RowCost
 from rowmesh.errors import PlanError
 from rowmesh.placement import Copies, Exchange, Plan, TablePlan
 from rowmesh.placement.columns import num_blocks
@@ -18,10 +19,18 @@ from rowmesh.placement.memory import RULE_STATES, RuleState
 from rowmesh.stats import Accesses
 from rowmesh.topology import Topology
 
-__all__ = ["expect_alike", "expect_dense", "expect_parts", "expect_plan", "expect_table"]
+__all__ = [
+    "expect_alike",
+    "expect_dense",
+    "expect_parts",
+    "expect_plan",
+    "expect_table",
+    "expect_tables",
+]
 
 _ID = 4.0
 _ROWWISE = RULE_STATES["rowwise_adagrad"]
+_RATES = Rates()
 _Lines = NDArray[np.float64]
 _Number = float | _Lines  # of one table, or of each of many
 
@@ -56,9 +65,14 @@ def _use(table: TablePlan, accesses: Accesses, world: int) -> tuple[float, ...]:
 
 
 def expect_table(
-    table: TablePlan, accesses: Accesses, *, topology: Topology, state: RuleState = _ROWWISE
+    table: TablePlan,
+    accesses: Accesses,
+    *,
+    topology: Topology,
+    state: RuleState = _ROWWISE,
+    rates: Rates = _RATES,
 ) -> Load:
-    """What one table adds to every rank's bytes in a training step.
+    """What one table adds to every rank's bytes and work in a training step.
 
     Every rank is a source, and every column piece is asked for by itself. With n owners of a
     piece, s and g = 4 x columns the bytes of its rows and gradients, per (source, owner):
@@ -70,18 +84,27 @@ def expect_table(
     Owners of a row in different pieces send 4 bytes a column block to each other for each of
     their U/n touched rows, if the update rule adds squares. Frozen tables send nothing back.
 
+    Work, by the row costs of ``rates`` at the piece's columns: `rows`: id q at every rank,
+    (lookup + update) W d/n at an owner; `pooled`: bag_id W q/n + bag_update U/n at an owner;
+    relayed: id H q at a relay, the owners as in `rows`; copies: id q + lookup d + update U.
+
     Raises:
         PlanError: If the table has hot sets or copies per host.
     """
-    parts = expect_parts(table, accesses, topology=topology, state=state)
+    parts = expect_parts(table, accesses, topology=topology, state=state, rates=rates)
     return lay(parts, table.rest.ranks, topology=topology)
 
 
 def expect_parts(
-    table: TablePlan, accesses: Accesses, *, topology: Topology, state: RuleState = _ROWWISE
+    table: TablePlan,
+    accesses: Accesses,
+    *,
+    topology: Topology,
+    state: RuleState = _ROWWISE,
+    rates: Rates = _RATES,
 ) -> list[Part]:
     """`expect_table` by column piece, before it is laid on ranks: only their number counts."""
-    return _parts(table, _use(table, accesses, topology.world), topology, state)
+    return _parts(table, _use(table, accesses, topology.world), topology, state, rates)
 
 
 def expect_alike(
@@ -90,17 +113,22 @@ def expect_alike(
     *,
     topology: Topology,
     state: RuleState = _ROWWISE,
+    rates: Rates = _RATES,
 ) -> list[Part]:
     """`expect_parts` of many tables at once, which differ in names, rows and accesses only.
 
     Every number of a part is an array over ``tables``, every line ``[9, tables]``.
     """
     uses = [_use(t, a, topology.world) for t, a in zip(tables, accesses, strict=True)]
-    return _parts(tables[0], np.array(uses).T, topology, state)
+    return _parts(tables[0], np.array(uses).T, topology, state, rates)
 
 
 def _parts(
-    table: TablePlan, numbers: Sequence[_Number] | _Lines, topology: Topology, state: RuleState
+    table: TablePlan,
+    numbers: Sequence[_Number] | _Lines,
+    topology: Topology,
+    state: RuleState,
+    rates: Rates,
 ) -> list[Part]:
     tier = table.rest
     if len(table.tiers) > 1 or tier.copies is Copies.HOST:
@@ -109,33 +137,34 @@ def _parts(
     trained, weight = float(table.trainable), 4.0 if table.weighted else 0.0
     use = _Use(rows, q, d, b, union, trained, weight)
     if tier.copies is Copies.WORLD:
-        return [_copies(table, use, topology)]
+        return [_copies(table, use, topology, rates.row_cost(table.embedding_dim))]
     owners = len(tier.ranks) // tier.split.columns
     widths = [last - first for first, last in table.columns()]
     squares = 0.0 * use.union
     if len(widths) > 1 and table.trainable and state.adds_squares:
         squares = 4.0 * use.union / owners
-    by_width = {w: _piece(table, use, topology, owners, w, squares) for w in set(widths)}
+    costs = {w: rates.row_cost(w) for w in set(widths)}
+    by_width = {w: _piece(table, use, topology, owners, c, squares) for w, c in costs.items()}
     return [by_width[width] for width in widths]
 
 
 def _piece(
-    table: TablePlan, use: _Use, topology: Topology, n: int, columns: int, squares: _Number
+    table: TablePlan, use: _Use, topology: Topology, n: int, cost: RowCost, squares: _Number
 ) -> Part:
+    columns = cost.dim
     row, gradient = table.row_bytes / table.embedding_dim * columns, 4.0 * columns
     trained = use.trained * gradient  # bytes of a gradient, if there is one
-    update = 2.0 * use.trained * use.union / n * row
     d = use.d if table.dedup or table.exchange is Exchange.POOLED else use.q
-    read = topology.world * d / n * (row + trained) + update
+    owned = topology.world * d / n * (cost.lookup_s + use.trained * cost.update_s)
     near = host = use.zeros()
     if table.exchange is Exchange.ROWS:
         base, near, owner = _direct(
             use, topology, n, out=d / n * _ID, back=d / n * row, gradient=d / n * trained
         )
-        base[8], owner[8], kind = use.q * gradient + d * trained, read, "rows"
+        base[8], owner[8], kind = use.q * cost.id_s, owned, "rows"
     elif table.rest.split.rows == "host" and n > 1:
         base, host, owner = _relayed(topology, n, use, row, gradient)
-        owner[8], kind = read, "relayed"
+        host[8], owner[8], kind = topology.hosts * use.q * cost.id_s, owned, "relayed"
     else:
         length = use.q / np.maximum(use.b, 1e-300)  # without bags there are no sums either
         sums = use.b * (1.0 - (1.0 - 1.0 / n) ** length)
@@ -143,8 +172,8 @@ def _piece(
         base, near, owner = _direct(
             use, topology, n, out=ids, back=sums * gradient, gradient=sums * trained
         )
-        base[8], kind = n * sums * (gradient + trained), "pooled"
-        owner[8] = topology.world * use.q / n * (row + trained) + update
+        owner[8], kind = topology.world * use.q / n * cost.bag_id_s, "pooled"
+        owner[8] += use.trained * use.union / n * cost.bag_update_s
     blocks = num_blocks(table.embedding_dim)
     amount = squares * columns * blocks / table.embedding_dim
     owner[2] += amount * (table.rest.split.columns - 1)
@@ -190,11 +219,10 @@ def _relayed(
         across = back * (hosts - 1) - there, there * (hosts - 1) - back
         host[first : first + 4] = n * ask, n * answer, *across
         owner[first : first + 2] = answer * (local - 1) - ask, ask * (local - 1) - answer
-    base[8], host[8] = vector + use.b * trained, hosts * (use.q * gradient + use.d * trained)
     return base, host, owner
 
 
-def _copies(table: TablePlan, use: _Use, topology: Topology) -> Part:
+def _copies(table: TablePlan, use: _Use, topology: Topology, cost: RowCost) -> Part:
     world, gradient = topology.world, 4.0 * table.embedding_dim
     base, near, owner = use.zeros(), use.zeros(), use.zeros()
     if table.trainable:
@@ -206,8 +234,8 @@ def _copies(table: TablePlan, use: _Use, topology: Topology) -> Part:
         )
         for lines in (base, near, owner):  # all of it is backward
             lines[4:8] = lines[:4]
-        base[8] = 2.0 * use.d * gradient + use.union * (gradient + 2.0 * table.row_bytes)
-    base[8] += use.q * gradient
+        base[8] = use.union * cost.update_s
+    base[8] += use.q * cost.id_s + use.d * cost.lookup_s
     return Part("copies" if table.trainable else "", base, near, use.zeros(), owner, 0.0 * use.q)
 
 
@@ -230,12 +258,30 @@ def expect_dense(elements: int, *, topology: Topology, tree: str = "flat") -> Lo
     return Load(load.values, frozenset({"dense"} if elements else ()))
 
 
+def expect_tables(
+    plan: Plan,
+    accesses: Mapping[str, Accesses],
+    *,
+    state: RuleState = _ROWWISE,
+    rates: Rates = _RATES,
+) -> Load:
+    """The sum over the plan's tables."""
+    topology = plan.mesh.topology
+    total = no_load(topology.world)
+    for table in plan.tables:
+        total += expect_table(
+            table, accesses[table.name], topology=topology, state=state, rates=rates
+        )
+    return total
+
+
 def expect_plan(
-    plan: Plan, accesses: Mapping[str, Accesses], *, state: RuleState = _ROWWISE
+    plan: Plan,
+    accesses: Mapping[str, Accesses],
+    *,
+    state: RuleState = _ROWWISE,
+    rates: Rates = _RATES,
 ) -> Load:
     """The sum over the plan's tables and its dense buckets."""
-    topology = plan.mesh.topology
-    total = expect_dense(sum(plan.dense), topology=topology, tree=plan.tree)
-    for table in plan.tables:
-        total += expect_table(table, accesses[table.name], topology=topology, state=state)
-    return total
+    dense = expect_dense(sum(plan.dense), topology=plan.mesh.topology, tree=plan.tree)
+    return dense + expect_tables(plan, accesses, state=state, rates=rates)

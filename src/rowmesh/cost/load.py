@@ -1,4 +1,4 @@
-"""`Load`: the bytes of every rank in a step; `Part`: one column piece's share of it, anywhere.
+"""`Load`: bytes and work of every rank in a step; `Part`: one column piece's share, anywhere.
 
 A `Part` does not know its ranks, only how many they are, so that planners can compute it once
 and lay it wherever they like.
@@ -15,17 +15,17 @@ from rowmesh.topology import Topology
 __all__ = ["LINES", "Load", "Part", "lay", "no_load"]
 
 Floats = NDArray[np.float64]
-LINES = 9  # of a load: 4 links, the gradients' part of each, memory
+LINES = 9  # of a load: 4 links, the gradients' part of each, work
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Expected bytes of each rank in a step.
+    """Expected bytes and work of each rank in a step.
 
     Args:
         values: ``[9, W]``: sent and received inside the host, sent and received across hosts;
             the part of each of these four that is of gradients, and may travel under the
-            backward of the dense layers; bytes of rows read and written in memory.
+            backward of the dense layers; seconds of work on ids and rows.
         kinds: The exchanges that take place: rows, pooled, relayed, copies, squares, dense.
     """
 
@@ -56,8 +56,8 @@ class Load:
         return np.asarray(self.values[3])
 
     @property
-    def moved(self) -> Floats:
-        """Bytes of rows, vectors and gradients each rank reads and writes in its memory."""
+    def work(self) -> Floats:
+        """Seconds each rank works on ids and rows."""
         return np.asarray(self.values[8])
 
 

@@ -1,61 +1,21 @@
-"""Seconds of a step from the bytes of every rank: what planners make small."""
+"""Seconds of a step: what planners make small, and what a run should take."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rowmesh.cost.load import Load
-from rowmesh.errors import InputError
+from rowmesh.cost.rates import DenseCost, Rates
 from rowmesh.topology import Topology
 
-__all__ = ["Rates", "latency_seconds", "rank_seconds", "step_seconds"]
+__all__ = ["StepTime", "latency_seconds", "rank_seconds", "step_seconds", "step_time"]
 
-# Messages one after the other, in forward (ids, vectors; with relays each goes twice) and step,
-# and those in backward, which may be hidden.
-_ROUNDS: Final = {
-    "rows": (2, 1),
-    "pooled": (2, 1),
-    "relayed": (4, 2),
-    "copies": (0, 2),
-    "squares": (1, 0),
-    "dense": (0, 2),
-}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rates:
-    """How fast a cluster is. The defaults are a host with one 25 Gbit/s card and CPU ranks.
-
-    Args:
-        host_bytes_per_s: Between two ranks of a host, in each direction.
-        cross_bytes_per_s: Of a host's network card, in each direction; its ranks share it.
-        memory_bytes_per_s: At which a rank reads and writes rows.
-        latency_s: Of one message.
-        hidden_share: Share of the time of gradients' messages that passes under the backward of
-            the dense layers, from 0 to 1.
-
-    Raises:
-        InputError: If a rate is not positive, or the latency or the share is out of range.
-    """
-
-    host_bytes_per_s: float = 2e9
-    cross_bytes_per_s: float = 3e9
-    memory_bytes_per_s: float = 8e9
-    latency_s: float = 5e-5
-    hidden_share: float = 0.5
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name.endswith("per_s") and not 0.0 < value < float("inf"):
-                raise InputError(f"{field.name} is {value}, but must be positive and finite")
-        if not 0.0 <= self.latency_s < float("inf"):
-            raise InputError(f"latency_s is {self.latency_s}, but must be from 0 and finite")
-        if not 0.0 <= self.hidden_share <= 1.0:
-            raise InputError(f"hidden_share is {self.hidden_share}, but must be from 0 to 1")
+# Messages one after the other: ids and vectors (with relays each goes twice), and gradients. All
+# kinds share the counts that go before.
+_ROUNDS: Final = {"rows": 3, "pooled": 3, "relayed": 6, "copies": 2, "squares": 1, "dense": 0}
 
 
 def rank_seconds(
@@ -64,29 +24,102 @@ def rank_seconds(
     """Seconds of each rank, without latencies, for the ``values`` of a `Load`.
 
     Its host's cross bytes (the larger of sent and received, over all ranks of the host) over
-    the card's rate, plus its bytes inside the host (likewise) over theirs, plus the bytes it
-    moves over the memory's rate.
+    the card's rate, plus its bytes inside the host (likewise) over theirs, plus its work.
     """
-    links: NDArray[np.float64] = values[:4] - rates.hidden_share * values[4:8]
+    links = _link_seconds(values[:4], topology=topology, rates=rates)
+    return np.asarray(links.sum(0) + values[8])
+
+
+def _link_seconds(
+    links: NDArray[np.float64], *, topology: Topology, rates: Rates
+) -> NDArray[np.float64]:
+    """``[2, W]``: seconds inside the host and on its card of every rank."""
     cards = links[2:].reshape(2, topology.hosts, topology.local).sum(2).max(0)
-    found: NDArray[np.float64] = links[:2].max(0) / rates.host_bytes_per_s
-    found += (cards / rates.cross_bytes_per_s).repeat(topology.local)
-    found += values[8] / rates.memory_bytes_per_s
-    return found
+    near = links[:2].max(0) / rates.host_bytes_per_s
+    return np.stack([near, (cards / rates.cross_bytes_per_s).repeat(topology.local)])
 
 
-def latency_seconds(kinds: Iterable[str], *, world: int, rates: Rates) -> float:
+def latency_seconds(kinds: Iterable[str], *, topology: Topology, rates: Rates) -> float:
     """The latencies of a step: all tables of a kind share its messages, so each kind counts once.
 
-    One rank alone has none.
+    One rank alone has none. Sums of dense buckets overlap with each other and count none.
     """
-    exposed = 1.0 - rates.hidden_share
-    rounds = [_ROUNDS[kind] for kind in sorted(set(kinds))]
-    total = sum(forward + exposed * backward for forward, backward in rounds)
-    return rates.latency_s * total if world > 1 else 0.0
+    if topology.world == 1:
+        return 0.0
+    latency = rates.cross_latency_s if topology.hosts > 1 else rates.host_latency_s
+    return latency * (1 + sum(_ROUNDS[kind] for kind in set(kinds)))
 
 
 def step_seconds(load: Load, *, topology: Topology, rates: Rates) -> float:
-    """Seconds of a step: the busiest rank's, and the latencies."""
+    """Seconds of tables and sums, none hidden: the busiest rank's, and the latencies."""
     busiest = float(rank_seconds(load.values, topology=topology, rates=rates).max())
-    return busiest + latency_seconds(load.kinds, world=topology.world, rates=rates)
+    return busiest + latency_seconds(load.kinds, topology=topology, rates=rates)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """Where the seconds of a step go, on its critical path.
+
+    Args:
+        rows_s: Work on ids and rows, of the busiest rank.
+        dense_s: The dense layers, forward, backward and step.
+        forward_s: Ids and vectors on their way; nothing hides them.
+        gradients_s: Gradients on their way, as far as they outlast the backward.
+        latency_s: Latencies, and the fixed part of a step.
+    """
+
+    rows_s: float
+    dense_s: float
+    forward_s: float
+    gradients_s: float
+    latency_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Of the step."""
+        return self.rows_s + self.dense_s + self.forward_s + self.gradients_s + self.latency_s
+
+
+def step_time(
+    tables: Load,
+    dense: Load,
+    *,
+    topology: Topology,
+    rates: Rates,
+    cost: DenseCost,
+    buckets: Sequence[int] = (),
+) -> StepTime:
+    """The time of a step as the runtime runs it.
+
+    Forward waits for counts, ids and vectors. Backward makes the dense buckets ready one after
+    the other, in proportion to their elements, and the embeddings' gradients ``cost.tail_s``
+    before its end; each takes the card when it is ready and those before it are through. What
+    travels inside a host is copied by the cores that compute, so nothing hides it.
+
+    Args:
+        tables: Of all tables, from `expect_plan` or `expect_table`.
+        dense: Of the dense buckets, from `expect_dense`.
+        topology: Of the mesh.
+        rates: Its speed.
+        cost: Of this model's dense layers.
+        buckets: Elements of each dense bucket, in the order backward completes them.
+    """
+    forward = tables.values[:4] - tables.values[4:8]
+    near, across = _link_seconds(forward, topology=topology, rates=rates).max(1)
+    back = _link_seconds(tables.values[4:8], topology=topology, rates=rates).max(1)
+    sums = _link_seconds(dense.values[4:8], topology=topology, rates=rates).max(1)
+    shares = np.array(buckets, dtype=np.float64) / max(sum(buckets), 1)
+    ready = cost.backward_s * np.cumsum(shares)
+    flows = [*zip(ready, shares * sums[1], strict=True)]
+    flows.append((cost.backward_s - cost.tail_s, back[1]))
+    end = 0.0
+    for start, seconds in sorted(flows):
+        end = max(end, start) + seconds
+    kinds = tables.kinds | dense.kinds
+    return StepTime(
+        rows_s=float(tables.values[8].max()),
+        dense_s=cost.total_s,
+        forward_s=float(near + across),
+        gradients_s=float(back[0] + sums[0] + max(0.0, end - cost.backward_s)),
+        latency_s=rates.fixed_s + latency_seconds(kinds, topology=topology, rates=rates),
+    )

@@ -132,7 +132,7 @@ def plan_tables(
         dense=dense,
         tree=tree,  # type: ignore[arg-type]
     ).validate()
-    total = expect_plan(plan, stats.tables, state=state)
+    total = expect_plan(plan, stats.tables, state=state, rates=rates or Rates())
     return replace(plan, predicted=_predicted(total, topology, rates))
 
 

@@ -36,7 +36,7 @@ class Piece:
 class Draft:
     """What a unit costs and holds under one option on so many ranks, wherever they are.
 
-    There are five lines, in seconds: sent and received inside the host, memory, then sent and
+    There are five lines, in seconds: sent and received inside the host, work, then sent and
     received across hosts by the card of the rank's host, the same for all its ranks.
 
     Args:
@@ -111,11 +111,11 @@ def draft(
     ranks: tuple[int, ...],
     *,
     topology: Topology,
-    scale: Floats,
+    rates: Rates,
     state: RuleState,
 ) -> Draft:
-    """The draft of an option on as many ranks as ``ranks`` has; `scale_to_seconds` gives scale."""
-    return draft_alike([unit], option, ranks, topology=topology, scale=scale, state=state)[0]
+    """The draft of an option on as many ranks as ``ranks`` has."""
+    return draft_alike([unit], option, ranks, topology=topology, rates=rates, state=state)[0]
 
 
 def draft_alike(
@@ -124,10 +124,11 @@ def draft_alike(
     ranks: tuple[int, ...],
     *,
     topology: Topology,
-    scale: Floats,
+    rates: Rates,
     state: RuleState,
 ) -> list[Draft]:
     """`draft` of many units at once, which differ in names, rows and accesses only."""
+    scale = scale_to_seconds(rates)
     held = np.zeros((len(units), len(ranks)), dtype=np.int64)
     tables: list[list[Part]] = []
     for i in range(len(units[0].tables)):
@@ -135,7 +136,7 @@ def draft_alike(
         placed = [option.place(first, i, ranks), *others]  # the first speaks for all
         held += alike_bytes(placed, placed[0].rest, state=state)
         accesses = [unit.accesses[i] for unit in units]
-        tables.append(expect_alike(placed, accesses, topology=topology, state=state))
+        tables.append(expect_alike(placed, accesses, topology=topology, state=state, rates=rates))
     columns = list(zip(*tables, strict=True))  # of each piece, the part of every table
     owners = len(ranks) // len(columns)
     runs = [list(run) for _, run in groupby(columns, key=lambda p: [id(part) for part in p])]
@@ -188,11 +189,10 @@ def _mean_sent(part: Part, owners: int, topology: Topology) -> Floats:
 
 
 def scale_to_seconds(rates: Rates) -> Floats:
-    """``[5, 9]``: from the lines of a load in bytes to those of a draft in seconds."""
+    """``[5, 9]``: from the lines of a load to those of a draft in seconds."""
     scale = np.zeros((5, LINES))
     for line, link in ((0, 0), (1, 1), (3, 2), (4, 3)):
         rate = rates.host_bytes_per_s if link < 2 else rates.cross_bytes_per_s
         scale[line, link] = 1.0 / rate
-        scale[line, 4 + link] = -rates.hidden_share / rate
-    scale[2, 8] = 1.0 / rates.memory_bytes_per_s
+    scale[2, 8] = 1.0
     return scale

@@ -14,7 +14,7 @@ import numpy as np
 from rowmesh.errors import PlanError
 from rowmesh.placement.memory import RuleState
 from rowmesh.planners.constraints import SPLITS
-from rowmesh.planners.drafts import Draft, draft, draft_alike, scale_to_seconds
+from rowmesh.planners.drafts import Draft, draft, draft_alike
 from rowmesh.planners.options import Option, Unit
 from rowmesh.planners.positions import Ranking
 from rowmesh.planners.tally import Cost, Placed, Tally, cost_alone
@@ -73,7 +73,6 @@ class Greedy:
     ) -> None:
         self._units = sorted(units, key=lambda unit: unit.name)
         self._tally, self._state, self._on_progress = tally, state, on_progress
-        self._scale = scale_to_seconds(tally.rates)
         self._all = self._size_all()
         self._sized = [_best_of(sized) for sized in self._all]
 
@@ -125,14 +124,16 @@ class Greedy:
         for option in units[0].options:
             ranks = ranking.positions(units[0], option)[0]
             drafts = draft_alike(
-                units, option, ranks, topology=topology, scale=self._scale, state=self._state
+                units, option, ranks, topology=topology, rates=self._tally.rates, state=self._state
             )
             placed = [Placed(made, ranks) for made in drafts]
             yield [_Sized(*sized) for sized in zip(placed, cost_alone(placed), strict=True)]
 
     def _draft(self, unit: Unit, option: Option, ranks: tuple[int, ...]) -> Draft:
         topology = self._tally.topology
-        return draft(unit, option, ranks, topology=topology, scale=self._scale, state=self._state)
+        return draft(
+            unit, option, ranks, topology=topology, rates=self._tally.rates, state=self._state
+        )
 
     def _fills(self) -> Iterator[Callable[[float], list[Placed] | None]]:
         """The starts: under bounds; by least peak; all by one split, where they have it.

@@ -159,8 +159,9 @@ class Tally:
     def _latency(self, more: frozenset[str]) -> float:
         kinds = more.union([kind for kind, count in self._kinds.items() if count > 0])
         if kinds not in self._latencies:
-            world = self.topology.world
-            self._latencies[kinds] = latency_seconds(kinds, world=world, rates=self.rates)
+            self._latencies[kinds] = latency_seconds(
+                kinds, topology=self.topology, rates=self.rates
+            )
         return self._latencies[kinds]
 
 
@@ -172,7 +173,7 @@ def cost_alone(placed: Sequence[Placed]) -> list[Cost]:
 
 
 def _seconds(lines: Floats) -> Floats:
-    """``[..., W]`` from ``[..., 5, W]``: the longer way inside the host, memory, the card."""
+    """``[..., W]`` from ``[..., 5, W]``: the longer way inside the host, work, the card."""
     busy: Floats = np.maximum(lines[..., 0, :], lines[..., 1, :])
     busy += lines[..., 2, :]
     busy += np.maximum(lines[..., 3, :], lines[..., 4, :])

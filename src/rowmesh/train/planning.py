@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from rowmesh.comm.mesh import Mesh
+from rowmesh.cost import load_calibration
 from rowmesh.data import Source, SyntheticClicks
 from rowmesh.errors import InputError, PlanError
 from rowmesh.placement import Plan, load_plan
@@ -15,7 +16,15 @@ from rowmesh.tables import named_collections
 from rowmesh.topology import Topology
 from rowmesh.train.machine import measure_memory
 
-__all__ = ["PlanConfig", "assume_stats", "check_plan", "measured", "plan_run", "read_plan"]
+__all__ = [
+    "PlanConfig",
+    "assume_stats",
+    "check_plan",
+    "count_accesses",
+    "measured",
+    "plan_run",
+    "read_plan",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +35,8 @@ class PlanConfig:
         split, exchange, allow_inexact, constraints: As for `make_plan`.
         batches: Batches of rank 0 whose accesses are counted; 0 assumes Zipf ids.
         file: A plan.json to use as it is; the other settings then do not count.
+        topology: A topology.json of `rowmesh calibrate` on these hosts and ranks: the planner
+            uses its speeds, and the run prints how long a step should take.
 
     Raises:
         InputError: If a number is out of range.
@@ -37,6 +48,7 @@ class PlanConfig:
     constraints: Constraints = field(default_factory=Constraints)
     batches: int = 4
     file: str | None = None
+    topology: str | None = None
 
     def __post_init__(self) -> None:
         if self.batches < 0:
@@ -59,15 +71,18 @@ def plan_run(
     """
     if config.file is not None:
         return read_plan(config.file, topology)
-    return _make(config, model, topology, _stats(config, model, source, topology), sparse)
+    return _make(config, model, topology, count_accesses(config, model, source, topology), sparse)
 
 
 def check_plan(config: PlanConfig, model: nn.Module, topology: Topology) -> None:
     """Raise what `plan_run` would raise, as far as it can be told without data or mesh."""
+    if config.topology is not None:
+        load_calibration(config.topology)
     if config.file is not None:
         load_plan(config.file)
     else:
-        _make(config, model, topology, None, "rowwise_adagrad")
+        blank = replace(config, topology=None)  # it may be of other ranks than are known here
+        _make(blank, model, topology, None, "rowwise_adagrad")
 
 
 def measured(mesh: Mesh) -> Topology:
@@ -85,6 +100,9 @@ def measured(mesh: Mesh) -> Topology:
 def _make(
     config: PlanConfig, model: nn.Module, topology: Topology, stats: Stats | None, sparse: str
 ) -> Plan:
+    calibration = None
+    if config.topology is not None:
+        calibration = load_calibration(config.topology, topology=topology)
     return make_plan(
         model,
         topology,
@@ -92,6 +110,7 @@ def _make(
         split=config.split,
         exchange=config.exchange,
         constraints=config.constraints,
+        rates=None if calibration is None else calibration.rates,
         sparse=sparse,
         allow_inexact=config.allow_inexact,
     )
@@ -123,7 +142,10 @@ def assume_stats(model: nn.Module, source: Source) -> Stats:
     )
 
 
-def _stats(config: PlanConfig, model: nn.Module, source: Source, topology: Topology) -> Stats:
+def count_accesses(
+    config: PlanConfig, model: nn.Module, source: Source, topology: Topology
+) -> Stats:
+    """Accesses in the first batches of rank 0, as many as the settings say, or assumed ones."""
     if not config.batches:
         return assume_stats(model, source)
     tables = [table for _, _, members in named_collections(model) for table in members]

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Iterator, Sequence
+from statistics import median
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from rowmesh.topology import Link, Topology
 from rowmesh.train.checkpoint import Checkpoints
 from rowmesh.train.config import RunConfig
 from rowmesh.train.folder import RunFolder
+from rowmesh.train.forecast import forecast_run
 from rowmesh.train.inputs import checked
 from rowmesh.train.metrics import ClickMetrics
 from rowmesh.train.model import build_model
@@ -71,6 +73,9 @@ class Trainer:
         self.model = build_model(config.model, config.data, seed=config.seed, device=mesh.device)
         topology, resumed = measured(mesh), folder if resume else None
         self.plan = on_rank_0(mesh, lambda: self._choose_plan(topology, resumed))
+        self.forecast = on_rank_0(
+            mesh, lambda: forecast_run(config, self.plan, self.model, topology)
+        )
         shard(self.model, self.plan, mesh)
         self.optimizer = make_optimizer(config.optimiser, self.model)
         self.start = self.step = 0
@@ -108,10 +113,11 @@ class Trainer:
         Returns:
             The same on all ranks, but for the times: what `ClickMetrics.result` says of the
             held-out batches; ``bayes_auc``, the AUC of planted probabilities; ``bytes`` that all
-            ranks sent in training, by link; ``train_s``, and ``samples_per_s`` of all ranks, both
-            with the making of the data; ``ranks``, ``steps`` done, the plan's ``exactness``, and
-            ``is_stopped``, with ``saved_step``, the last step saved if any. A stopped run is not
-            evaluated.
+            ranks sent in training, by link; ``train_s``, the median ``step_s``, and
+            ``samples_per_s`` of all ranks, all with the making of the data; ``forecast``, the
+            bytes that a rank should send a step and, if calibrated, its seconds; ``ranks``,
+            ``steps`` done, the plan's ``exactness``, and ``is_stopped``, with ``saved_step``, the
+            last step saved if any. A stopped run is not evaluated.
 
         Raises:
             InputError: On all ranks, if a batch of one is wrong; the sentence names rank, step
@@ -140,6 +146,7 @@ class Trainer:
             found
             | totals.result()
             | {
+                "forecast": self.forecast.as_dict(),
                 "ranks": self.mesh.world,
                 "steps": self.step,
                 "exactness": self.plan.exactness.value,
@@ -278,7 +285,8 @@ class _Totals:
 
     def __init__(self) -> None:
         self._sent = {Link.HOST.value: 0, Link.CROSS.value: 0}
-        self._samples, self._seconds = 0, 0.0
+        self._samples = 0
+        self._seconds: list[float] = []
 
     def show_plan(self, plan: Plan) -> None:
         """Nothing to add up."""
@@ -289,14 +297,19 @@ class _Totals:
     def show_step(self, record: StepRecord) -> None:
         """Add one step."""
         self._samples += record.samples
-        self._seconds += record.seconds
+        self._seconds.append(record.seconds)
         for link, amount in record.by_link().items():
             self._sent[link] += amount
 
     def result(self) -> dict[str, Any]:
-        """``bytes``, ``train_s``, ``samples_per_s``."""
-        speed = self._samples / self._seconds if self._seconds else 0.0
-        return {"bytes": self._sent, "train_s": self._seconds, "samples_per_s": speed}
+        """``bytes``, ``train_s``, ``step_s``, ``samples_per_s``."""
+        total = sum(self._seconds)
+        return {
+            "bytes": self._sent,
+            "train_s": total,
+            "step_s": median(self._seconds) if self._seconds else 0.0,
+            "samples_per_s": self._samples / total if total else 0.0,
+        }
 
 
 def _show(records: Sequence[StepRecord | None], listeners: Sequence[Listener]) -> bool:
