@@ -61,7 +61,9 @@ class _Bucket:
         ]
         torch.cat([*(p.float() for p in pieces), flags], out=self._flat)
         self._sequence += 1
-        work = functools.partial(self._add_up, self._sequence, self._near.send_parts(self._sequence))
+        work = functools.partial(
+            self._add_up, self._sequence, self._near.send_parts(self._sequence)
+        )
         # A thread a bucket: ranks may launch them in different orders, and each waits for peers.
         self._sum = mesh.later(f"dense {self.number}", work)
         self.is_stale = False

@@ -48,6 +48,7 @@ class Optimizer(torch.optim.Optimizer):
         if any(engine.on_all_sent is not None for engine in self._engines):
             raise InputError("this model has an rm.Optimizer already: one steps all its tables")
         self._mesh = self._engines[0].mesh if self._engines else None
+        self._trace = self._mesh.trace if self._mesh is not None else Recorder()
         self._sparse = [SparseGradients(engine) for engine in self._engines]
         self._squares = [ColumnSquares(engine) for engine in self._engines]
         self._rule, self._buckets = sparse, buckets
@@ -80,13 +81,12 @@ class Optimizer(torch.optim.Optimizer):
             raise InputError("rm.Optimizer.step takes no closure")
         pending = self._reduce()
         lr = self.param_groups[-1]["lr"]
-        trace = self._mesh.trace if self._mesh is not None else Recorder()
         for parts, column_squares in zip(pending, self._squares, strict=True):
             squares = column_squares.add(parts) if self._rule.adds_squares else {}
-            with trace.phase("update"):
+            with self._trace.phase("update"):
                 self._update(parts, squares, lr)
         if self.dense is not None:
-            with trace.phase("dense update"):
+            with self._trace.phase("dense update"):
                 self.dense.step()
                 self.dense.zero_grad(set_to_none=True)
         self._pending = None

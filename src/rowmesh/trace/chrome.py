@@ -42,7 +42,8 @@ def chrome_trace(recordings: Sequence[Recording]) -> dict[str, Any]:
 
 def _events(recording: Recording, zero: int) -> Iterator[_Event]:
     rank, shift = recording.rank, recording.clock.offset_ns - zero
-    yield _name("process", rank, 0, f"rank {rank}, host {recording.host}")
+    yield _meta("process_name", rank, 0, name=f"rank {rank}, host {recording.host}")
+    yield _meta("process_sort_index", rank, 0, sort_index=rank)
     tracks = {STEP: 0}
     for span in (*recording.steps, *recording.spans):
         tid = tracks.setdefault(span.track, len(tracks))
@@ -55,7 +56,8 @@ def _events(recording: Recording, zero: int) -> Iterator[_Event]:
         event = _complete(rank, tid, flight.exchange, "message", flight.start + shift, duration)
         yield event | {"args": _arguments(flight)}
     for track, tid in tracks.items():
-        yield _name("thread", rank, tid, track)
+        yield _meta("thread_name", rank, tid, name=track)
+        yield _meta("thread_sort_index", rank, tid, sort_index=tid)
 
 
 def _lay_out(flights: Sequence[Flight], last: int) -> Iterator[tuple[Flight, str]]:
@@ -77,8 +79,8 @@ def _arguments(flight: Flight) -> _Event:
     }
 
 
-def _name(what: str, pid: int, tid: int, name: str) -> _Event:
-    return {"name": f"{what}_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+def _meta(what: str, pid: int, tid: int, **arguments: str | int) -> _Event:
+    return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": arguments}
 
 
 def _complete(pid: int, tid: int, name: str, kind: str, start: int, duration: int) -> _Event:

@@ -77,6 +77,10 @@ class Recorder:
             span = Span(STEP, self._name, STEP, self._start, time.perf_counter_ns())
             self._steps.append(span)
 
+    def stop(self) -> None:
+        """Give up the step under way, if one is."""
+        self.is_on = False
+
     def take(self, *, rank: int, host: int) -> Recording:
         """What was recorded since the last call, without marks of a step that was dropped."""
         end = self._steps[-1].end if self._steps else 0

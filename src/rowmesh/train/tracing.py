@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from rowmesh.comm.agreement import attempt
@@ -76,12 +77,11 @@ class Tracing:
         `finish`.
     """
 
-    def __init__(
-        self, mesh: Mesh, path: str | Path, *, num_steps: int = 10, skip: int = 5
-    ) -> None:
+    def __init__(self, mesh: Mesh, path: str | Path, *, num_steps: int = 10, skip: int = 5) -> None:
         check_range("number of traced steps", num_steps, 1)
         check_range("number of steps before a trace", skip, 0)
-        self.path, self.summary = Path(path), None
+        self.path = Path(path)
+        self.summary: Summary | None = None
         self._mesh, self._num_steps, self._skip = mesh, num_steps, skip
         self._seen, self._is_finished = 0, False
         self._clocks = ClockComparison(mesh)
@@ -89,8 +89,6 @@ class Tracing:
         self._before: dict[str, dict[str, int]] = {}
         self._sent: dict[str, dict[str, int]] = {}
         self._on_rank_0(lambda: check_trace_file(self.path))
-
-    summary: Summary | None
 
     def begin_step(self, number: int) -> None:
         """Step ``number`` begins here, with the making of its batch."""
@@ -150,7 +148,7 @@ class Tracing:
         finally:
             partial.unlink(missing_ok=True)
 
-    def _on_rank_0(self, work) -> None:  # type: ignore[no-untyped-def]
+    def _on_rank_0(self, work: Callable[[], None]) -> None:
         """`agreement.on_rank_0`, without a trace in the ledger."""
         problem = attempt(work)[1] if self._mesh.rank == 0 else None
         problem = self._mesh.gather_objects(problem, edge=None)[0]
