@@ -111,7 +111,9 @@ class Recorder:
         if threading.get_ident() == self._thread:
             return STEP
         name = threading.current_thread().name
-        return STEP if name.startswith("Dummy-") else name.removeprefix("rowmesh-")
+        if name.startswith("Dummy-"):
+            return STEP
+        return name.removeprefix("rowmesh-").removesuffix("_0")
 
 
 class _Mark:

@@ -86,7 +86,7 @@ def summarise(recordings: Sequence[Recording]) -> Summary | None:
         steps=tuple(int(n) for n in common),
         is_full=any(r.is_full for r in recordings),
         clock_error_ms=_clock_error(recordings),
-        phases=_phase_rows([phases for phases, _ in by_rank]),
+        phases=_phase_rows([phases for phases, _ in by_rank], [r.rank for r in recordings]),
         communication=_communication_rows([flights for _, flights in by_rank]),
         sent_mb=_sent(recordings),
     )
@@ -107,7 +107,7 @@ def _steps_of(recording: Recording, common: Sequence[str]) -> tuple[_Phases, _Fl
     return phases, flights
 
 
-def _phase_rows(by_rank: Sequence[_Phases]) -> tuple[PhaseRow, ...]:
+def _phase_rows(by_rank: Sequence[_Phases], ranks: Sequence[int]) -> tuple[PhaseRow, ...]:
     names = _keys(by_rank)
     known = [name for name in PHASES if name in names]
     more = [name for name in names if name not in (*PHASES, OTHER, "step")]
@@ -123,7 +123,7 @@ def _phase_rows(by_rank: Sequence[_Phases]) -> tuple[PhaseRow, ...]:
                 ms=fmean(spent),
                 waiting_ms=fmean(waiting),
                 slowest_ms=spent[slowest],
-                slowest_rank=slowest,
+                slowest_rank=ranks[slowest],
             )
         )
     return tuple(rows)

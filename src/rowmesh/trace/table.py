@@ -5,7 +5,7 @@ from rowmesh.trace.summary import CommunicationRow, Summary
 
 __all__ = ["format_summary"]
 
-_NAME = 24  # columns; longer names are cut
+_NAME, _CELL = 26, 12  # columns; longer names are cut
 
 
 def format_summary(summary: Summary) -> str:
@@ -30,10 +30,11 @@ def _head(summary: Summary) -> str:
 
 
 def _phases(summary: Summary) -> str:
-    lines = [_line("phase", "ms", "waiting", "slowest rank")]
+    lines = [_line("phase", "ms", "waiting", "slowest", "which is")]
     for row in summary.phases:
-        slowest = f"{row.slowest_ms:.3f} (rank {row.slowest_rank})"
-        lines.append(_line(row.name, f"{row.ms:.3f}", f"{row.waiting_ms:.3f}", slowest))
+        times = (row.ms, row.waiting_ms, row.slowest_ms)
+        cells = [f"{ms:.3f}" for ms in times]
+        lines.append(_line(row.name, *cells, f"rank {row.slowest_rank}"))
     return "\n".join(lines)
 
 
@@ -62,7 +63,4 @@ def _bytes(summary: Summary) -> str:
 
 
 def _line(name: str, *cells: str) -> str:
-    widths = (10, 10, 22)
-    return f"{name[:_NAME]:<{_NAME}}" + "".join(
-        f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=False)
-    )
+    return f"{name[:_NAME]:<{_NAME}}" + "".join(f"{cell:>{_CELL}}" for cell in cells)

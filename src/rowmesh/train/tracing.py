@@ -22,18 +22,17 @@ def check_trace_file(path: Path) -> None:
     Raises:
         InputError: If its folder is not there, or nothing can be written there.
     """
-    folder = path.absolute().parent
-    problem = None
-    if not folder.is_dir():
-        problem = f"{folder} is no folder"
-    elif path.is_dir():
-        problem = "it is a folder"
-    else:
-        try:
+    folder, problem = path.absolute().parent, None
+    try:
+        if not folder.is_dir():
+            problem = f"{folder} is no folder"
+        elif path.is_dir():
+            problem = "it is a folder"
+        else:
             _partial(path).touch()
             _partial(path).unlink()
-        except OSError as error:
-            problem = str(error.strerror)
+    except OSError as error:
+        problem = str(error.strerror)
     if problem is not None:
         raise InputError(
             f"cannot write the trace to {path}: {problem}; give another --trace FILE, in a folder "
