@@ -515,7 +515,7 @@ def train_run(mesh: Mesh, path: str, *, steps: int = 6) -> tuple[Any, Any, Any]:
 
 def test_a_traced_run_gives_what_an_untraced_one_does(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    plain, found, summary = run_on_ranks(2, train_run, str(path), debug=False)[0]
+    plain, found, summary = run_on_ranks(2, train_run, str(path))[0]
     assert plain == found
     assert summary.steps == (3, 4, 5)
     names = [row.name for row in summary.phases]

@@ -43,10 +43,10 @@ class ClockComparison:
         return 0, 0
 
     def _ask(self, round_: int) -> tuple[int, int]:
-        sequence, theirs = self._sequence(round_), self._number(0)
+        sequence, mine, theirs = self._sequence(round_), self._number(1), self._number(0)
         back = self._back.post(sequence, sends=(), receives=[(0, theirs)], edge=None)
         start = time.perf_counter_ns()
-        _send(self._there, sequence, 0, self._number(1))
+        _send(self._there, sequence, 0, mine)
         back.wait()
         end = time.perf_counter_ns()
         return int(theirs) - (start + end) // 2, (end - start + 1) // 2

@@ -85,24 +85,13 @@ class Wire:
         self._channels.append(name)
         return Channel(self, name, lane, len(self._channels) - 1)
 
-    def watch(self, handle: "Handle", parcels: Sequence[tuple[int, Tensor, bool]]) -> None:
+    def watch(self, handle: "Handle") -> None:
         """Note when ``handle`` is complete, which is before its wait if that comes late.
 
         gloo's work objects have no time, no future and cannot be polled: so a thread waits for
-        them, and the handle's own wait for that thread. On CUDA a wait belongs to the stream of
-        its thread; there the time of the handle's wait counts, an upper bound.
+        them, and the handle's own wait for that thread.
         """
-        channel = handle.channel
-        sizes = [(t.numel() * t.element_size(), incoming) for _, t, incoming in parcels]
-        handle.flight = self.trace.post(
-            lane=channel.lane.value,
-            exchange=channel.name,
-            sequence=handle.sequence,
-            num_messages=len(parcels),
-            sent_bytes=sum(size for size, incoming in sizes if not incoming),
-            received_bytes=sum(size for size, incoming in sizes if incoming),
-        )
-        if parcels[0][1].device.type == "cpu":
+        with self._posting:
             if self._watchers is None:
                 self._watchers = ThreadPoolExecutor(_WATCHERS, thread_name_prefix="rowmesh-watch")
             handle.watcher = self._watchers.submit(handle.complete)
@@ -146,6 +135,7 @@ class Channel:
         if not parcels:
             return Handle(self, sequence, [], [], [])
         group = wire.lanes[self.lane]
+        flight = self._begin_flight(sequence, parcels) if wire.trace.is_on else None
         works: list[tuple[int, dist.Work]] = []
         headers: list[tuple[int, Tensor, Tensor]] = []
         with wire._posting:
@@ -166,14 +156,26 @@ class Channel:
                     wire.ledger.record(edge, peer, tensor.numel() * tensor.element_size())
                 assert work is not None
                 works.append((peer, work))
-        handle = Handle(self, sequence, works, headers, [t for _, t, _ in parcels])
-        if wire.trace.is_on:
-            wire.watch(handle, parcels)
+        handle = Handle(self, sequence, works, headers, [t for _, t, _ in parcels], flight)
+        # On CUDA a wait belongs to its thread's stream: the handle's own gives an upper bound.
+        if flight is not None and parcels[0][1].device.type == "cpu":
+            wire.watch(handle)
         return handle
 
     def where(self, sequence: int) -> str:
         """This exchange in a message."""
         return f"exchange {self.name!r}, step {sequence}"
+
+    def _begin_flight(self, sequence: int, parcels: Sequence[tuple[int, Tensor, bool]]) -> Flight:
+        sizes = [(t.numel() * t.element_size(), incoming) for _, t, incoming in parcels]
+        return self.wire.trace.post(
+            lane=self.lane.value,
+            exchange=self.name,
+            sequence=sequence,
+            num_messages=len(parcels),
+            sent_bytes=sum(size for size, incoming in sizes if not incoming),
+            received_bytes=sum(size for size, incoming in sizes if incoming),
+        )
 
     def _post_header(
         self,
@@ -210,9 +212,9 @@ class Handle:
         works: Sequence[tuple[int, dist.Work]],
         headers: Sequence[tuple[int, Tensor, Tensor]],
         buffers: Sequence[Tensor],
+        flight: Flight | None = None,
     ) -> None:
-        self.channel, self.sequence = channel, sequence
-        self.flight: Flight | None = None
+        self._channel, self._sequence, self._flight = channel, sequence, flight
         self.watcher: Future[None] | None = None
         self._works, self._headers = list(works), list(headers)
         self._buffers = list(buffers)  # alive until they have been sent
@@ -224,12 +226,12 @@ class Handle:
             PeerError: With the failed rank's sentence, or naming the silent peer.
         """
         if self._works:
-            with self.channel.wire.trace.wait(self.channel.name):
+            with self._channel.wire.trace.wait(self._channel.name):
                 if self.watcher is None or self.watcher.cancel():
                     self.complete()
                 else:
                     self.watcher.result()
-        where = self.channel.where(self.sequence)
+        where = self._channel.where(self._sequence)
         for peer, expected, found in self._headers:
             if not torch.equal(expected, found):
                 raise PeerError(
@@ -244,11 +246,11 @@ class Handle:
         Raises:
             PeerError: As `wait`.
         """
-        wire, where = self.channel.wire, self.channel.where(self.sequence)
+        wire, where = self._channel.wire, self._channel.where(self._sequence)
         for peer, work in self._works:
             try:
                 work.wait()
             except RuntimeError as error:
                 raise wire.bulletin.explain(error, peer=peer, where=where) from None
-        if self.flight is not None:
-            wire.trace.land(self.flight)
+        if self._flight is not None:
+            wire.trace.land(self._flight)
