@@ -7,6 +7,7 @@
 Rank 0 prints ``RESULT`` and a JSON object. Times are medians on rank 0 (exchanges lock the ranks
 together); a loss is the mean over all samples of all ranks; ``ms_dense`` is a step of the dense
 layers alone, on all ranks at once, with no communication. The flags are the peer script's.
+``--trace FILE`` traces more steps after the measured ones, which it so does not slow down.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import platform
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -32,6 +34,7 @@ from rowmesh.data.synthetic import SyntheticClicks
 from rowmesh.models.layers import seed_dense
 from rowmesh.placement import load_plan
 from rowmesh.storage import keep_freed_memory
+from rowmesh.trace.table import format_summary
 from rowmesh.train.calibrate.dense import count_dense
 from rowmesh.train.config import RunConfig
 from rowmesh.train.forecast import forecast_step
@@ -51,6 +54,7 @@ def main() -> None:
     if not args.default_malloc:
         keep_freed_memory()
     mesh = rm.init_mesh()
+    tracing = rm.Tracing(mesh, args.trace, num_steps=args.trace_steps) if args.trace else None
     clicks = SyntheticClicks(
         cap=int(args.cap),
         alpha=args.alpha,
@@ -81,8 +85,10 @@ def main() -> None:
 
     def step(number: int) -> Tensor:
         batch = batches[number % len(batches)]
-        loss = mesh.mean(model(batch))
-        loss.backward()
+        with mesh.trace.phase("dense forward"):
+            loss = mesh.mean(model(batch))
+        with mesh.trace.phase("backward"):
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
@@ -100,6 +106,8 @@ def main() -> None:
     mesh.total(0)
     moved = [b - a for a, b in zip(before, nic_bytes(), strict=True)]
     times = [1e3 * (b - a) for a, b in itertools.pairwise(marks)]
+    if tracing is not None:
+        trace(tracing, step, mesh, first=args.warmup + args.steps)
     result = {
         "ms_median": round(median(times), 2),
         "ms_min": round(min(times), 2),
@@ -115,6 +123,7 @@ def main() -> None:
         "losses": mesh.total(torch.stack(losses)).tolist() if args.losses else None,
         "world": mesh.world,
         "hosts": mesh.topology.hosts,
+        "trace": tracing.summary.to_dict() if tracing and tracing.summary else None,
         "args": vars(args),
         "commit": commit(),
         "versions": {"torch": torch.__version__, "rowmesh": rm.__version__},
@@ -147,7 +156,21 @@ def parse_args() -> argparse.Namespace:
     p.add_argument("--seed", type=int, default=0, help="of the initial weights")
     p.add_argument("--default-malloc", action="store_true", help="return freed memory every step")
     p.add_argument("--losses", action="store_true", help="print the loss of every step")
+    p.add_argument("--trace", metavar="FILE", help="write a Chrome trace, print its table")
+    p.add_argument("--trace-steps", type=int, default=10, help="steps to trace")
     return p.parse_args()
+
+
+def trace(tracing: rm.Tracing, step: Callable[[int], Tensor], mesh: rm.Mesh, *, first: int) -> None:
+    """Run steps until the trace is written; rank 0 prints its table."""
+    for number in itertools.count(first):
+        tracing.begin_step(number)
+        step(number)
+        tracing.end_step()
+        if tracing.summary is not None:
+            break
+    if mesh.rank == 0:
+        print(format_summary(tracing.summary), flush=True)
 
 
 def sizes(text: str) -> list[int]:

@@ -39,12 +39,15 @@ SENTENCES = {
     "bad-id": "feature 'item', sample 2: id 100 is outside table 'items' (100 rows)",
     "loader": "rank 1 failed: OSError: the disk with part-7 is gone",
     "killed": "rank 1 is gone",
+    "traced": "rank 1 is gone",
     "silent": "rank 1 did not answer rank",
     "short-plain": "rank 1 finished after 3 training steps",
 }
 
 
-NIGHTLY = ("loader", "short-plain", "short")  # starts are slow, and these end as others do
+# starts are slow, and these end as others do
+NIGHTLY = ("loader", "short-plain", "short", "traced")
+THREE_RANKS = ("killed", "loader", "traced")
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +61,7 @@ def outcomes(
     folders = {how: tmp_path_factory.mktemp(how) for how in wanted}
     with ThreadPoolExecutor(max_workers=2) as workers:
         runs = {
-            how: workers.submit(run, how, folder, ranks=3 if how in ("killed", "loader") else 2)
+            how: workers.submit(run, how, folder, ranks=3 if how in THREE_RANKS else 2)
             for how, folder in folders.items()
         }
         yield {how: (folders[how], done.result()) for how, done in runs.items()}

@@ -31,6 +31,7 @@ from rowmesh.stats import Stats
 from rowmesh.tables import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from rowmesh.topology import Topology
 from rowmesh.train.checkpoint import Checkpoints
+from rowmesh.train.tracing import Tracing
 
 __all__ = [
     "SGD",
@@ -62,6 +63,7 @@ __all__ = [
     "Stats",
     "StepError",
     "Topology",
+    "Tracing",
     "data",
     "export_safetensors",
     "full_state_dict",

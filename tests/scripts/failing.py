@@ -31,7 +31,7 @@ def batches(rank: int) -> Iterator[rm.Batch]:
                 ids[2] = 100
             elif HOW == "loader":
                 raise OSError("the disk with part-7 is gone")
-            elif HOW == "killed":
+            elif HOW in ("killed", "traced"):
                 os.kill(os.getpid(), signal.SIGKILL)
             elif HOW == "silent":
                 time.sleep(600)
@@ -56,6 +56,8 @@ def main() -> None:
     loader = batches(mesh.rank)
     steps = 0
     for batch in loader if HOW == "short-plain" else mesh.batches(loader):
+        if HOW == "traced" and not mesh.trace.is_on:
+            mesh.trace.begin_step(steps)
         mesh.mean(model(batch)).backward()
         optimizer.step()
         optimizer.zero_grad()

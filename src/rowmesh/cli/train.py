@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,9 @@ from rowmesh.cli.terminal import Ranks, Recipe, Settings, one_sentence
 from rowmesh.cli.view import View
 from rowmesh.comm.agreement import on_rank_0
 from rowmesh.comm.mesh import Mesh
-from rowmesh.errors import InputError
+from rowmesh.errors import InputError, check_range
 from rowmesh.topology import Topology
+from rowmesh.trace.table import format_summary
 from rowmesh.train.board import open_board
 from rowmesh.train.config import RunConfig
 from rowmesh.train.folder import MetricsFile, RunFolder, without_nan
@@ -24,6 +26,7 @@ from rowmesh.train.model import build_model
 from rowmesh.train.planning import check_plan
 from rowmesh.train.recipes import load_recipe
 from rowmesh.train.stop import Stop
+from rowmesh.train.tracing import Tracing, check_trace_file
 from rowmesh.train.trainer import Listener, Trainer
 
 __all__ = ["train_command"]
@@ -38,6 +41,8 @@ class _Order:
     path: Path | None
     resume: bool
     as_json: bool
+    trace: Path | None
+    trace_steps: int
 
     def config(self) -> RunConfig:
         """The run's config."""
@@ -76,6 +81,15 @@ def train_command(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as one JSON object, nothing else.")
     ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a Chrome trace of some steps of all ranks here, and print its table."
+        ),
+    ] = None,
+    trace_steps: Annotated[
+        int | None, typer.Option(help="How many steps to trace, after the first five; default 10.")
+    ] = None,
 ) -> None:
     """Train the model of a recipe and evaluate it on held-out data.
 
@@ -104,7 +118,10 @@ def train_command(
             path=folder,
             resume=resume,
             as_json=as_json,
+            trace=trace,
+            trace_steps=10 if trace_steps is None else trace_steps,
         )
+        _check_trace(order, has_steps=trace_steps is not None)
         config = order.config()  # fail before ranks start
         order.folder()
         config.training.num_steps(config.data)
@@ -139,15 +156,45 @@ def _train_rank(order: _Order, mesh: Mesh) -> None:
             shape = {"num_steps": trainer.num_steps, "world": mesh.world}
             view = closing.enter_context(View(**shape, first_step=trainer.start, stop=stop))
             listeners.append(view)
-        found = trainer.run(listeners=listeners, stop=stop)
+        tracing = _tracing(order, trainer)
+        found = trainer.run(listeners=listeners, stop=stop, tracing=tracing)
         reasons = mesh.gather_objects(stop.reason) if found["is_stopped"] else []
+    if tracing is not None and tracing.summary is not None:
+        found["trace"] = tracing.summary.to_dict()
     if view is not None:
         view.show_result(found)
+        if tracing is not None:
+            view.say(_traced(tracing))
         view.say(_epilogue(found, folder))
     elif mesh.rank == 0:
         print(json.dumps(without_nan(found | {"run": str(folder.path)})), flush=True)
     if reasons:
         raise KeyboardInterrupt(next(reason for reason in reasons if reason))
+
+
+def _check_trace(order: _Order, *, has_steps: bool) -> None:
+    """Fail before ranks start; under torchrun the file is rank 0's, which checks it later."""
+    check_range("--trace-steps", order.trace_steps, 1)
+    if has_steps and order.trace is None:
+        raise InputError("--trace-steps says how long a trace is: give --trace FILE too")
+    if order.trace is not None and "WORLD_SIZE" not in os.environ:
+        check_trace_file(order.trace)
+
+
+def _tracing(order: _Order, trainer: Trainer) -> Tracing | None:
+    """Of the steps after the first five; a short run is traced from nearer its beginning."""
+    if order.trace is None:
+        return None
+    spare = trainer.num_steps - trainer.start - order.trace_steps
+    skip = min(5, max(spare, 0))
+    return Tracing(trainer.mesh, order.trace, num_steps=order.trace_steps, skip=skip)
+
+
+def _traced(tracing: Tracing) -> str:
+    if tracing.summary is None:
+        return "no step was traced: the run ended before"
+    where = f"the trace is in {tracing.path}: open it in ui.perfetto.dev or chrome://tracing"
+    return f"\n{format_summary(tracing.summary)}\n\n{where}"
 
 
 def _writers(

@@ -7,6 +7,7 @@ debug mode a header that is checked.
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from enum import StrEnum
 
 import torch
@@ -16,12 +17,14 @@ from torch import Tensor
 from rowmesh.comm.ledger import Ledger
 from rowmesh.comm.status import Bulletin
 from rowmesh.errors import PeerError, RowmeshError
+from rowmesh.trace import Flight, Recorder
 
 __all__ = ["Channel", "Handle", "Lane", "Wire"]
 
 _CHANNELS = 1 << 14  # tag = sequence * _CHANNELS + channel
 _SEQUENCES = 1 << 16
 _HEADER_BIT = 1 << 30
+_WATCHERS = 64  # threads, at most; an exchange that finds none free is timed by its own wait
 _DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.int32, torch.int64, torch.uint8, torch.int8, torch.int16, torch.bool),
@@ -48,6 +51,7 @@ class Wire:
         lanes: A process group per lane; empty for a world of one.
         ledger: Counts what is sent.
         bulletin: Where peers leave the reason for their end.
+        trace: Notes exchanges in flight, when it is on.
         debug: Send and check a header with every message.
     """
 
@@ -59,12 +63,14 @@ class Wire:
         lanes: Mapping[Lane, dist.ProcessGroup],
         ledger: Ledger,
         bulletin: Bulletin,
+        trace: Recorder,
         debug: bool = False,
     ) -> None:
-        self.rank, self.world = rank, world
+        self.rank, self.world, self.trace = rank, world, trace
         self.lanes, self.ledger, self.bulletin, self.debug = lanes, ledger, bulletin, debug
         self._channels: list[str] = []
         self._posting = threading.Lock()
+        self._watchers: ThreadPoolExecutor | None = None
 
     def peers(self) -> list[int]:
         """All other ranks, starting with the next one, so that not all send to rank 0 first."""
@@ -78,6 +84,23 @@ class Wire:
             )
         self._channels.append(name)
         return Channel(self, name, lane, len(self._channels) - 1)
+
+    def watch(self, handle: "Handle") -> None:
+        """Note when ``handle`` is complete, which is before its wait if that comes late.
+
+        gloo's work objects have no time, no future and cannot be polled: so a thread waits for
+        them, and the handle's own wait for that thread.
+        """
+        with self._posting:
+            if self._watchers is None:
+                self._watchers = ThreadPoolExecutor(_WATCHERS, thread_name_prefix="rowmesh-watch")
+            handle.watcher = self._watchers.submit(handle.complete)
+
+    def close(self) -> None:
+        """End the threads of `watch`."""
+        if self._watchers is not None:
+            self._watchers.shutdown(wait=False, cancel_futures=True)
+            self._watchers = None
 
 
 class Channel:
@@ -112,6 +135,7 @@ class Channel:
         if not parcels:
             return Handle(self, sequence, [], [], [])
         group = wire.lanes[self.lane]
+        flight = self._begin_flight(sequence, parcels) if wire.trace.is_on else None
         works: list[tuple[int, dist.Work]] = []
         headers: list[tuple[int, Tensor, Tensor]] = []
         with wire._posting:
@@ -132,11 +156,26 @@ class Channel:
                     wire.ledger.record(edge, peer, tensor.numel() * tensor.element_size())
                 assert work is not None
                 works.append((peer, work))
-        return Handle(self, sequence, works, headers, [t for _, t, _ in parcels])
+        handle = Handle(self, sequence, works, headers, [t for _, t, _ in parcels], flight)
+        # On CUDA a wait belongs to its thread's stream: the handle's own gives an upper bound.
+        if flight is not None and parcels[0][1].device.type == "cpu":
+            wire.watch(handle)
+        return handle
 
     def where(self, sequence: int) -> str:
         """This exchange in a message."""
         return f"exchange {self.name!r}, step {sequence}"
+
+    def _begin_flight(self, sequence: int, parcels: Sequence[tuple[int, Tensor, bool]]) -> Flight:
+        sizes = [(t.numel() * t.element_size(), incoming) for _, t, incoming in parcels]
+        return self.wire.trace.post(
+            lane=self.lane.value,
+            exchange=self.name,
+            sequence=sequence,
+            num_messages=len(parcels),
+            sent_bytes=sum(size for size, incoming in sizes if not incoming),
+            received_bytes=sum(size for size, incoming in sizes if incoming),
+        )
 
     def _post_header(
         self,
@@ -173,8 +212,10 @@ class Handle:
         works: Sequence[tuple[int, dist.Work]],
         headers: Sequence[tuple[int, Tensor, Tensor]],
         buffers: Sequence[Tensor],
+        flight: Flight | None = None,
     ) -> None:
-        self._channel, self._sequence = channel, sequence
+        self._channel, self._sequence, self._flight = channel, sequence, flight
+        self.watcher: Future[None] | None = None
         self._works, self._headers = list(works), list(headers)
         self._buffers = list(buffers)  # alive until they have been sent
 
@@ -184,12 +225,13 @@ class Handle:
         Raises:
             PeerError: With the failed rank's sentence, or naming the silent peer.
         """
+        if self._works:
+            with self._channel.wire.trace.wait(self._channel.name):
+                if self.watcher is None or self.watcher.cancel():
+                    self.complete()
+                else:
+                    self.watcher.result()
         where = self._channel.where(self._sequence)
-        for peer, work in self._works:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise self._channel.wire.bulletin.explain(error, peer=peer, where=where) from None
         for peer, expected, found in self._headers:
             if not torch.equal(expected, found):
                 raise PeerError(
@@ -197,3 +239,18 @@ class Handle:
                     f"but {expected.tolist()} was expected"
                 )
         self._works, self._headers, self._buffers = [], [], []
+
+    def complete(self) -> None:
+        """Wait for the transport. Once only, and by one thread: gloo forgets what was waited for.
+
+        Raises:
+            PeerError: As `wait`.
+        """
+        wire, where = self._channel.wire, self._channel.where(self._sequence)
+        for peer, work in self._works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise wire.bulletin.explain(error, peer=peer, where=where) from None
+        if self._flight is not None:
+            wire.trace.land(self._flight)

@@ -23,6 +23,7 @@ from rowmesh.comm.status import Bulletin, sentence_of
 from rowmesh.errors import InputError, PeerError
 from rowmesh.features import empty_like
 from rowmesh.topology import Topology
+from rowmesh.trace import Recorder
 
 __all__ = ["Mesh", "init_mesh", "make_lanes"]
 
@@ -45,6 +46,7 @@ class Mesh:
         rank: This rank, host * local + local rank.
         device: Where this rank's tensors live.
         ledger: Bytes this rank has sent.
+        trace: Records phases and messages while a trace is taken.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Mesh:
         self.topology, self.rank = topology, rank
         self.device = torch.device(device)
         self.ledger = Ledger(topology, rank)
+        self.trace = Recorder()
         self.bulletin = Bulletin(store, rank)
         self.wire = Wire(
             rank=rank,
@@ -67,6 +70,7 @@ class Mesh:
             lanes=lanes,
             ledger=self.ledger,
             bulletin=self.bulletin,
+            trace=self.trace,
             debug=debug,
         )
         self._totals: Channel = self.wire.channel("totals", Lane.CONTROL)
@@ -138,8 +142,12 @@ class Mesh:
             count = int(self.total(len(losses)))
         return losses.sum() / max(count, 1)
 
-    def total(self, value: float | Tensor) -> Tensor:
+    def total(self, value: float | Tensor, *, edge: str | None = "counts") -> Tensor:
         """The sum of ``value`` over ranks, added in rank order: the same bits everywhere.
+
+        Args:
+            value: Of this rank.
+            edge: The ledger's, or None for what is no part of training.
 
         Collective:
             All ranks, with tensors of one shape and dtype.
@@ -150,14 +158,18 @@ class Mesh:
         flat = mine.reshape(-1).contiguous()
         found = torch.empty((self.world, flat.numel()), dtype=flat.dtype, device=flat.device)
         found[self.rank] = flat
-        self._post("totals", [(p, flat) for p in self.peers()], found)
+        self._post("totals", [(p, flat) for p in self.peers()], found, edge)
         result = found[0].clone()
         for part in found[1:]:
             result += part
         return result.view(mine.shape)
 
     def _post(
-        self, use: str, sends: list[tuple[int, Tensor]], found: Tensor | list[Tensor]
+        self,
+        use: str,
+        sends: list[tuple[int, Tensor]],
+        found: Tensor | list[Tensor],
+        edge: str | None,
     ) -> None:
         channel = self._totals if use == "totals" else self._gathers
         self._uses[use] += 1
@@ -165,11 +177,15 @@ class Mesh:
             self._uses[use],
             sends=sends,
             receives=[(p, found[p]) for p in self.peers()],
-            edge="counts",
+            edge=edge,
         ).wait()
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any, *, edge: str | None = "counts") -> list[Any]:
         """``value`` of every rank, in rank order; pickled, so only among one program's ranks.
+
+        Args:
+            value: Of this rank.
+            edge: As for `total`.
 
         Collective:
             All ranks.
@@ -178,10 +194,10 @@ class Mesh:
         data = data.to(self.device)
         sizes = torch.zeros(self.world, dtype=torch.int64, device=self.device)
         sizes[self.rank] = len(data)
-        sizes = self.total(sizes)
+        sizes = self.total(sizes, edge=edge)
         found = [data.new_empty(int(n)) for n in sizes.tolist()]
         found[self.rank] = data
-        self._post("gather", [(p, data) for p in self.peers()], found)
+        self._post("gather", [(p, data) for p in self.peers()], found, edge)
         return [pickle.loads(part.cpu().numpy().tobytes()) for part in found]
 
     def batches(self, loader: Iterable[T], *, empty: T | None = None) -> Iterator[T]:
@@ -205,7 +221,8 @@ class Mesh:
                 f"empty=...) so that this rank can take part with no samples"
             )
         while True:
-            following = next(iterator, None) if batch is not None else None
+            with self.trace.phase("data"):
+                following = next(iterator, None) if batch is not None else None
             last = batch if batch is not None else last
             loop = _Loop(is_last=following is None)
             self._loops.append(loop)  # loops may be nested, as for an evaluation
@@ -230,6 +247,7 @@ class Mesh:
         """End the communication threads and leave a note that this rank ended normally."""
         for worker in self._workers.values():
             worker.shutdown(wait=False, cancel_futures=True)
+        self.wire.close()
         self.bulletin.leave(self.num_forwards)
 
     def __enter__(self) -> "Mesh":

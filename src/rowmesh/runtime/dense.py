@@ -6,6 +6,7 @@ on different hosts add up their chunk, and the sums go back the same way: only 2
 bucket's L-th part leaves a rank's host. Not torch's DDP, which averages.
 """
 
+import functools
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -48,6 +49,10 @@ class _Bucket:
 
     def launch(self) -> None:
         """Send this rank's gradients to the ranks that add them up."""
+        with self.mesh.trace.phase("dense buckets"):
+            self._launch()
+
+    def _launch(self) -> None:
         mesh, grads = self.mesh, [p.grad for p in self.parameters]
         flags = torch.tensor([float(g is not None) for g in grads], device=mesh.device)
         pieces = [
@@ -56,11 +61,16 @@ class _Bucket:
         ]
         torch.cat([*(p.float() for p in pieces), flags], out=self._flat)
         self._sequence += 1
-        sequence = self._sequence
-        handle = self._near.send_parts(sequence)
+        work = functools.partial(
+            self._add_up, self._sequence, self._near.send_parts(self._sequence)
+        )
+        # A thread a bucket: ranks may launch them in different orders, and each waits for peers.
+        self._sum = mesh.later(f"dense {self.number}", work)
+        self.is_stale = False
 
-        def add_up() -> tuple[Tensor, Handle]:
-            handle.wait()  # from here on the bucket may be overwritten with the sums
+    def _add_up(self, sequence: int, parts: Handle) -> tuple[Tensor, Handle]:
+        with self.mesh.trace.phase("dense buckets"):
+            parts.wait()  # from here on the bucket may be overwritten with the sums
             self._near.add_up()
             if len(self._far.ranks) > 1:
                 self._far.send_parts(sequence).wait()
@@ -68,15 +78,15 @@ class _Bucket:
                 self._far.send_sums(sequence).wait()
             return self._flat, self._near.send_sums(sequence)
 
-        # A thread a bucket: ranks may launch them in different orders, and each waits for peers.
-        self._sum = mesh.later(f"dense {self.number}", add_up)
-        self.is_stale = False
-
     def finish(self, *, keep: bool) -> None:
         """Wait for the sums and, if ``keep``, make them the parameters' gradients."""
-        if self._sum is None:
-            return
-        flat, handle = self._sum.result()
+        if self._sum is not None:
+            with self.mesh.trace.phase("dense buckets"):
+                self._finish(self._sum, keep=keep)
+
+    def _finish(self, sums: Future[tuple[Tensor, Handle]], *, keep: bool) -> None:
+        with self.mesh.trace.wait(f"dense {self.number}"):
+            flat, handle = sums.result()
         handle.wait()
         self._sum, self.missing = None, len(self.parameters)
         if not keep:

@@ -94,14 +94,33 @@ class ShardedEngine:
         training = torch.is_grad_enabled() and any(s.layout.trainable for s in self.stacks)
         self._number += 1
         self._num_trained += torch.is_grad_enabled()
-        features, routes, error = self._prepare(features, training)
-        counts = self._exchange_counts(features, routes, error)
-        buffers, arriving = self._await_vectors(routes)
-        asked = self._exchange_ids(routes, counts)
+        phase = self.mesh.trace.phase
+        with phase("route"):
+            features, routes, error = self._prepare(features, training)
+        with phase("counts"):
+            counts = self._exchange_counts(features, routes, error)
+        with phase("ids"):
+            buffers, arriving = self._await_vectors(routes)
+            asked = self._exchange_ids(routes, counts)
         relayed = self._fetch(asked)
-        self._answer(routes, asked, relayed, buffers)
-        for handle in arriving:
-            handle.wait()
+        with phase("lookup"):
+            self._answer(routes, asked, relayed, buffers)
+        with phase("vectors"):
+            for handle in arriving:
+                handle.wait()
+        with phase("pool"):
+            return features, self._pool(features, routes, asked, relayed, buffers, training)
+
+    def _pool(
+        self,
+        features: KeyedJaggedTensor,
+        routes: Sequence[Route],
+        asked: list[Sequence[Request]],
+        relayed: dict[int, Relayed],
+        buffers: Sequence[Tensor],
+        training: bool,
+    ) -> list[Piece]:
+        """Every reader's vectors from those that arrived, under a new ticket if in training."""
         vectors = [r.forward.of(buffer) for r, buffer in zip(routes, buffers, strict=True)]
         if training:
             taken = {t.place for t in self.tickets}
@@ -112,7 +131,7 @@ class ShardedEngine:
             self.tickets.append(ticket)
             vectors = _Lookup.apply(self, ticket, self._anchor, *vectors)  # type: ignore[no-untyped-call]
         layouts = [stack.layout for stack in self.stacks]
-        return features, join_columns(layouts, vectors, features, self.readers, pooled=self.pooled)
+        return join_columns(layouts, vectors, features, self.readers, pooled=self.pooled)
 
     def _prepare(
         self, features: Any, training: bool
@@ -346,7 +365,8 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        ctx.engine.send_gradients(ctx.ticket, grads)
+        with ctx.engine.mesh.trace.phase("send gradients"):
+            ctx.engine.send_gradients(ctx.ticket, grads)
         return None, None, torch.zeros_like(ctx.engine._anchor), *(None for _ in grads)
 
 

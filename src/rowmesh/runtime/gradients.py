@@ -63,17 +63,22 @@ class SparseGradients:
             return []
         if self._sums is None:
             self._launch()
+        phase = self._engine.mesh.trace.phase
         for ticket in tickets:
-            ticket.home.wait()
+            with phase("wait gradients"):
+                ticket.home.wait()
             for i, relay in self._engine.relays.items():
                 if relay.is_used and self._engine.stacks[i].layout.trainable:
                     relay.send_back(ticket, i)
-        found = [
-            self._home(i, stack, tickets)
-            for i, stack in enumerate(self._engine.stacks)
-            if stack.layout.trainable
-        ]
-        found += self._sums.result() if self._sums is not None else []
+        with phase("coalesce"):
+            found = [
+                self._home(i, stack, tickets)
+                for i, stack in enumerate(self._engine.stacks)
+                if stack.layout.trainable
+            ]
+        if self._sums is not None:
+            with phase("hot sums"):
+                found += self._await(self._sums)
         self._engine.tickets.clear()
         self._sums = None
         return found
@@ -85,9 +90,13 @@ class SparseGradients:
             if self._sums is None:  # else the communication thread waits for them
                 ticket.copied.wait()
         if self._sums is not None:
-            self._sums.result()
+            self._await(self._sums)
         self._engine.tickets = [t for t in self._engine.tickets if not t.is_sent]
         self._sums = None
+
+    def _await(self, sums: Future[list[RowGradient]]) -> list[RowGradient]:
+        with self._engine.mesh.trace.wait("hot sums"):
+            return sums.result()
 
     def _sent(self) -> list[Ticket]:
         return [t for t in self._engine.tickets if t.is_sent]
@@ -147,6 +156,10 @@ class SparseGradients:
 
     def _sum_copies(self, tickets: Sequence[Ticket], sequence: int) -> list[RowGradient]:
         """Add the gradients of copied rows at their sum owners; every rank gets all sums."""
+        with self._engine.mesh.trace.phase("hot sums"):
+            return self._exchange_sums(tickets, sequence)
+
+    def _exchange_sums(self, tickets: Sequence[Ticket], sequence: int) -> list[RowGradient]:
         mesh = self._engine.mesh
         for ticket in tickets:
             ticket.copied.wait()

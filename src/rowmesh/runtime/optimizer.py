@@ -16,6 +16,7 @@ from rowmesh.runtime.dense import DenseBuckets
 from rowmesh.runtime.embeddings import ShardedEngine, sharded_engines
 from rowmesh.runtime.gradients import RowGradient, SparseGradients
 from rowmesh.runtime.squares import ColumnSquares
+from rowmesh.trace import Recorder
 
 __all__ = ["Optimizer"]
 
@@ -47,6 +48,7 @@ class Optimizer(torch.optim.Optimizer):
         if any(engine.on_all_sent is not None for engine in self._engines):
             raise InputError("this model has an rm.Optimizer already: one steps all its tables")
         self._mesh = self._engines[0].mesh if self._engines else None
+        self._trace = self._mesh.trace if self._mesh is not None else Recorder()
         self._sparse = [SparseGradients(engine) for engine in self._engines]
         self._squares = [ColumnSquares(engine) for engine in self._engines]
         self._rule, self._buckets = sparse, buckets
@@ -81,15 +83,20 @@ class Optimizer(torch.optim.Optimizer):
         lr = self.param_groups[-1]["lr"]
         for parts, column_squares in zip(pending, self._squares, strict=True):
             squares = column_squares.add(parts) if self._rule.adds_squares else {}
-            for part in parts:
-                if len(part.rows):
-                    rows = part.rows.long()
-                    found = None if part.stack is None else squares.get(part.stack)
-                    self._rule.update(part.weight, part.state, rows, part.grad, lr, squares=found)
+            with self._trace.phase("update"):
+                self._update(parts, squares, lr)
         if self.dense is not None:
-            self.dense.step()
-            self.dense.zero_grad(set_to_none=True)
+            with self._trace.phase("dense update"):
+                self.dense.step()
+                self.dense.zero_grad(set_to_none=True)
         self._pending = None
+
+    def _update(self, parts: list[RowGradient], squares: dict[int, Tensor], lr: float) -> None:
+        for part in parts:
+            if len(part.rows):
+                rows = part.rows.long()
+                found = None if part.stack is None else squares.get(part.stack)
+                self._rule.update(part.weight, part.state, rows, part.grad, lr, squares=found)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

@@ -61,6 +61,10 @@ class Relay:
         Collective:
             All ranks of a host that holds rows of the stack.
         """
+        with self._mesh.trace.phase("relay"):
+            return self._fetch(number, asked, home)
+
+    def _fetch(self, number: int, asked: Sequence[Request], home: Tensor) -> Relayed:
         keys, order, starts = self._distinct([asked[rank] for rank in self.askers])
         slots = self._slots[-1]
         vectors = keys.index_select(0, starts)
@@ -177,6 +181,10 @@ class Relay:
         Collective:
             As `fetch`.
         """
+        with self._mesh.trace.phase("relay"):
+            self._send_back(ticket, stack)
+
+    def _send_back(self, ticket: Ticket, stack: int) -> None:
         relayed = ticket.relayed[stack]
         firsts, grads = ticket.home.firsts[stack], ticket.home.grads[stack]
         requests = [relayed.requests[rank] for rank in self.askers]

@@ -27,6 +27,7 @@ from rowmesh.train.optimiser import make_optimizer, set_learning_rates
 from rowmesh.train.planning import measured, plan_run
 from rowmesh.train.stop import Stop
 from rowmesh.train.tally import StepRecord, Tally
+from rowmesh.train.tracing import Tracing
 
 __all__ = ["Listener", "Trainer"]
 
@@ -102,13 +103,18 @@ class Trainer:
         return plan_run(config.plan, self.model, config.data, topology, sparse=sparse)
 
     def run(
-        self, *, listeners: Sequence[Listener] = (), stop: Stop | None = None
+        self,
+        *,
+        listeners: Sequence[Listener] = (),
+        stop: Stop | None = None,
+        tracing: Tracing | None = None,
     ) -> dict[str, Any]:
         """Train to the end, or to the step after which all ranks know of a wish to stop.
 
         Args:
             listeners: Of this rank.
             stop: Whether this rank wants to stop.
+            tracing: Records some of the steps.
 
         Returns:
             The same on all ranks, but for the times: what `ClickMetrics.result` says of the
@@ -131,10 +137,13 @@ class Trainer:
             listener.show_plan(self.plan)
         totals = _Totals()
         try:
-            is_stopped = self._fit([*listeners, totals], stop)
+            is_stopped = self._fit([*listeners, totals], stop, tracing)
         except InputError:  # on all ranks: the mesh stays usable, so nothing may be under way
+            self.mesh.trace.stop()
             _show([self._tally.flush()], listeners)
             raise
+        if tracing is not None:
+            tracing.finish()
         if self._checkpoints is not None:
             if self._saved != self.step and self._wants_last(is_stopped):
                 self._save()
@@ -155,16 +164,22 @@ class Trainer:
             }
         )
 
-    def _fit(self, listeners: Sequence[Listener], stop: Stop) -> bool:
+    def _fit(
+        self, listeners: Sequence[Listener], stop: Stop, tracing: Tracing | None = None
+    ) -> bool:
         """The steps; whether a stop was wanted."""
         config = self.config
         if self.step >= self.num_steps:
             return False
+        if tracing is not None:
+            tracing.begin_step(self.step + 1)
         clock = _Clock()
         with contextlib.closing(self._train_batches()) as batches:
             for batch in batches:
                 self._tally.begin()
                 record = self._train_step(batch, clock, stop)
+                if tracing is not None:
+                    tracing.end_step()
                 is_last = self.step == self.num_steps
                 due = [config.checkpoint.every, config.training.eval_every]
                 records = [record]
@@ -176,6 +191,8 @@ class Trainer:
                 if is_stopping and not is_last:
                     _show([self._tally.flush()], listeners)
                     return True
+                if tracing is not None and not is_last:
+                    tracing.begin_step(self.step + 1)
                 clock.skip()
         return False
 
@@ -183,19 +200,23 @@ class Trainer:
         lr = set_learning_rates(
             self.config.optimiser, self.optimizer, step=self.step, num_steps=self.num_steps
         )
-        losses = self.model(batch)
-        self.mesh.mean(losses).backward()
+        phase = self.mesh.trace.phase
+        with phase("dense forward"):
+            losses = self.model(batch)
+        with phase("backward"):
+            self.mesh.mean(losses).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
         self._last_batch = batch
-        return self._tally.end(
-            self.step,
-            losses=losses,
-            lr=lr,
-            seconds=clock.lap(),
-            wants_stop=stop.reason is not None,
-        )
+        with phase("tally"):
+            return self._tally.end(
+                self.step,
+                losses=losses,
+                lr=lr,
+                seconds=clock.lap(),
+                wants_stop=stop.reason is not None,
+            )
 
     def _at_step(self, listeners: Sequence[Listener]) -> None:
         """What is due after this step: an evaluation, a checkpoint."""
