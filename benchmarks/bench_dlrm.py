@@ -17,11 +17,14 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from racing.gates import Gate
+from racing.rounds import nic_bytes, timed
 from torch import Tensor
 
 import rowmesh as rm
@@ -43,7 +46,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if not args.default_malloc:
         keep_freed_memory()
-    mesh = rm.init_mesh()
+    mesh = rm.init_mesh(timeout_s=180.0 if args.gate else 60.0)
     clicks = SyntheticClicks(
         cap=int(args.cap),
         alpha=args.alpha,
@@ -81,8 +84,11 @@ def main() -> None:
         return loss.detach()
 
     losses = [step(i) for i in range(args.warmup)]
+    if args.gate:
+        serve(args, model=model, mesh=mesh, step=step, losses=losses, plan=plan, batch=batches[0])
+        return
     mesh.total(0)
-    before = nic_bytes()
+    before = nic_bytes() or (0, 0)
     mesh.ledger.reset()
     cpu, marks = time.process_time(), [time.perf_counter()]
     for i in range(args.steps):
@@ -91,7 +97,7 @@ def main() -> None:
     cpu = time.process_time() - cpu
     sent = mesh.ledger.by_edge()
     mesh.total(0)
-    moved = [b - a for a, b in zip(before, nic_bytes(), strict=True)]
+    moved = (nic_bytes() or (0, 0))[0] - before[0]
     times = [1e3 * (b - a) for a, b in itertools.pairwise(marks)]
     result = {
         "ms_median": round(median(times), 2),
@@ -99,7 +105,7 @@ def main() -> None:
         "samples_s": round(args.batch * mesh.world / median(times) * 1e3),
         "cpu_ms": round(1e3 * cpu / args.steps, 1),
         "ms_dense": round(dense_only(args, model, mesh, batches[0]), 2),
-        "mb_host_step": host_megabytes(mesh, moved[0] / args.steps),
+        "mb_host_step": host_megabytes(mesh, moved / args.steps),
         "ledger_bytes": average(mesh.gather_objects(sent), args.steps),
         "plan": summary(plan),
         "plan_s": round(plan_s, 3),
@@ -138,6 +144,7 @@ def parse_args() -> argparse.Namespace:
     p.add_argument("--seed", type=int, default=0, help="of the initial weights")
     p.add_argument("--default-malloc", action="store_true", help="return freed memory every step")
     p.add_argument("--losses", action="store_true", help="print the loss of every step")
+    p.add_argument("--gate", help="after the warm-up, step when this folder says so (race.py)")
     return p.parse_args()
 
 
@@ -162,8 +169,51 @@ def choose_plan(args: argparse.Namespace, model: Any, mesh: rm.Mesh, clicks: Any
     )
 
 
+def serve(
+    args: argparse.Namespace,
+    *,
+    model: Any,
+    mesh: rm.Mesh,
+    step: Callable[[int], Tensor],
+    losses: list[Tensor],
+    plan: rm.Plan,
+    batch: rm.Batch,
+) -> None:
+    """Take part in a race: the steps go on from the warm-up, so many at every gate."""
+    numbers, local = itertools.count(args.warmup), mesh.topology.local
+
+    def steps(count: int) -> dict[str, Any]:
+        sent = mesh.ledger.by_link()["cross"]
+        found = timed(lambda: step(next(numbers)), count=count, barrier=lambda: mesh.total(0))
+        sent = mesh.ledger.by_link()["cross"] - sent
+        ranks = mesh.gather_objects((found["nic"], sent))
+        hosts = [ranks[i : i + local] for i in range(0, mesh.world, local)]
+        return {
+            "ms": found["ms"],
+            "nic": [host[0][0] for host in hosts],
+            "ledger": [sum(number for _, number in host) for host in hosts],
+        }
+
+    ready = {
+        "losses": mesh.total(torch.stack(losses)).tolist(),
+        "plan": summary(plan),
+        "exactness": plan.exactness.value,
+        "versions": {"torch": torch.__version__, "rowmesh": rm.__version__},
+    }
+    gate = Gate(args.gate, rank=mesh.rank)
+    gate.serve(ready, {"steps": steps, "dense": lambda n: dense_parts(args, model, mesh, batch, n)})
+
+
 def dense_only(args: argparse.Namespace, model: Any, mesh: rm.Mesh, batch: rm.Batch) -> float:
     """Median ms of forward, backward and step of the dense layers on fixed embeddings."""
+    return dense_parts(args, model, mesh, batch, 6)["ms"]
+
+
+def dense_parts(
+    args: argparse.Namespace, model: Any, mesh: rm.Mesh, batch: rm.Batch, count: int
+) -> dict[str, float]:
+    """Median ms of a dense step, and of what waits for the embeddings: ``fwd`` and ``bwd`` of the
+    interaction and the top layers. Two steps come before those counted."""
     copy = rm.models.DLRM(
         rm.EmbeddingBagCollection(model.embedding_bag_collection.configs(), device="meta"),
         dense_in_features=13,
@@ -177,23 +227,27 @@ def dense_only(args: argparse.Namespace, model: Any, mesh: rm.Mesh, batch: rm.Ba
     loss = torch.nn.BCEWithLogitsLoss()
     times = []
     mesh.total(0)
-    for _ in range(8):
-        start = time.perf_counter()
-        loss(copy.dense_logits(batch.dense_features, pooled), batch.labels).backward()
+    for _ in range(2 + count):
+        marks = [time.perf_counter()]
+        bottom = copy.dense_arch(batch.dense_features)
+        inner = bottom.detach().requires_grad_()
+        marks.append(time.perf_counter())
+        losses = loss(copy.over_arch(copy.interaction(inner, pooled)).squeeze(1), batch.labels)
+        marks.append(time.perf_counter())
+        losses.backward()
+        marks.append(time.perf_counter())
+        bottom.backward(inner.grad)
         optimizer.step()
         optimizer.zero_grad()
         pooled.grad = None
-        times.append(1e3 * (time.perf_counter() - start))
-    return median(times[2:])
-
-
-def nic_bytes() -> tuple[int, int]:
-    """Bytes sent and received by the interface TB_IFNAME, zeros without it."""
-    folder = Path(f"/sys/class/net/{os.environ.get('TB_IFNAME', '-')}/statistics")
-    if not folder.is_dir():
-        return 0, 0
-    sent, received = (int((folder / f"{d}_bytes").read_text()) for d in ("tx", "rx"))
-    return sent, received
+        marks.append(time.perf_counter())
+        times.append([1e3 * (b - a) for a, b in itertools.pairwise(marks)])
+    kept = times[2:]
+    return {
+        "ms": median(sum(parts) for parts in kept),
+        "fwd": median(parts[1] for parts in kept),
+        "bwd": median(parts[2] for parts in kept),
+    }
 
 
 def host_megabytes(mesh: rm.Mesh, sent: float) -> list[float] | None:
