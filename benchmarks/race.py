@@ -30,9 +30,9 @@ from racing.peer import TORCHREC, default_folder, ensure
 from racing.report import write_report
 from racing.session import Settings, run_group
 from racing.shapes import ALL, Shape, parse_shapes
-from rowmesh.lab import check_permitted
 
 from rowmesh.errors import InputError
+from rowmesh.lab import check_permitted
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

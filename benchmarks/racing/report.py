@@ -14,8 +14,8 @@ __all__ = ["label_of", "markdown", "write_report"]
 CAUTION = """\
 Both train the same DLRM on the same ids from the same initial weights with the same optimiser.
 All contestants of a shape are alive at once and run one at a time in turn; the first step of a
-round is left out. What may be claimed from such figures: docs/measuring.md. Four ranks share two
-cores here, so compare libraries within a line, not lines.
+round is left out. [What may be claimed from such figures](../../docs/measuring.md). Ranks of all hosts
+share this machine's cores, so compare libraries within a line, not lines.
 
 * ms/step: median over rounds of the mean of a round, and the interval of the median [low, high].
 * ratio: ours / theirs, paired by round, median [low, high]; below 1 rowmesh is faster.
@@ -41,7 +41,7 @@ def write_report(results: list[dict[str, Any]], out: Path) -> None:
     summaries = [summarise(result) for result in good]
     document = {
         "shapes": [r | {"summary": _plain(s)} for r, s in zip(good, summaries, strict=True)],
-        "refused": [r for r in results if "refused" in r],
+        "refused": [{k: r[k] for k in ("shape", "refused")} for r in results if "refused" in r],
     }
     _write(out, ".json", json.dumps(document, indent=1) + "\n")
     _write(out, ".md", markdown(results, plot=f"{out.name}.svg"))
@@ -81,14 +81,13 @@ def _what_ran(good: list[dict[str, Any]]) -> str:
     of = good[0]["session"]
     coverage = min(summarise(r)["ours"]["ms"].coverage for r in good)
     dates = sorted({r["session"]["date"] for r in good})
-    versions = {
-        **good[0]["entries"]["ours"]["versions"],
-        **good[0]["entries"]["theirs"]["versions"],
-    }
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    entries = good[0]["entries"]
+    versions = entries["ours"]["versions"] | entries["theirs"]["versions"]
     names = ", ".join(f"{name} {number}" for name, number in sorted(versions.items()))
     return (
-        f"{dates[0]}{' to ' + dates[-1] if len(dates) > 1 else ''}; commit {of['commit']}; {names}; "
-        f"{of['machine']}. {len(good[0]['rounds'])} rounds of "
+        f"{when}; commit {of['commit']}; {names}; {of['machine']}. "
+        f"{len(good[0]['rounds'])} rounds of "
         f"{len(good[0]['rounds'][0]['ours']['ms'])} steps; intervals cover {coverage:.1%}. "
         f"Tables capped at {of['settings']['cap']:g} rows, dim {of['settings']['dim']}, batch "
         f"{of['settings']['batch']} a rank.\n\n```\n{of['command']}\n```"

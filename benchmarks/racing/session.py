@@ -25,7 +25,7 @@ __all__ = ["Settings", "run_group"]
 
 IDLE_S = 1.0
 DENSE_STEPS = 4
-FLOOR_BATCHES = 5
+FLOOR_BATCHES = 10  # what the scripts go round in
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,6 +178,7 @@ def _least(shape: Shape, settings: Settings) -> Bytes:
         ]
         for step in range(FLOOR_BATCHES)
     ]
+    steps.append(steps[0])
     bottom, top = ([int(n) for n in text.split(",")] for text in (settings.bottom, settings.top))
     parameters = dense_parameters(bottom, top, features=tables, inputs=clicks.num_dense)
     return count_bytes(
