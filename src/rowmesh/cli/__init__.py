@@ -1,8 +1,9 @@
-"""The command line: `rowmesh train`, `verify`, `plan` and `doctor`. A command a file."""
+"""The command line: `rowmesh train`, `verify`, `plan`, `lab` and `doctor`. A command a file."""
 
 import typer
 
 from rowmesh.cli.doctor import doctor_command
+from rowmesh.cli.lab import lab_app
 from rowmesh.cli.plan import plan_app
 from rowmesh.cli.train import train_command
 from rowmesh.cli.verify import verify_command
@@ -20,6 +21,7 @@ app = typer.Typer(
 app.command("train")(train_command)
 app.command("verify")(verify_command)
 app.add_typer(plan_app, name="plan", help="Print the plan for a cluster; compare two plans.")
+app.add_typer(lab_app, name="lab", help="Emulated hosts on this machine: run, check, clean up.")
 app.command("doctor")(doctor_command)
 
 

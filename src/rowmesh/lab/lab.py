@@ -25,12 +25,13 @@ from rowmesh.lab.network import (
     read_counters,
     shape,
 )
+from rowmesh.lab.permission import check_permitted
 from rowmesh.lab.rates import format_rate, parse_rate
 from rowmesh.lab.remains import remove
 from rowmesh.lab.run import RUN_MARK, Run
 from rowmesh.lab.tags import MARK, Tag, new_tag
 
-__all__ = ["Lab", "check_permitted"]
+__all__ = ["Lab"]
 
 _MAX_HOSTS = 200
 _FIRST_PORT = 29_500
@@ -39,30 +40,6 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # in the host's own view of the file system, so that nothing is written below /etc
 _WITH_HOST_FILE = 'mount --bind "$0" /etc/hosts && exec "$@"'
 _WITH_LOGS = 'exec "$@" >"$ROWMESH_LAB_LOGS/rank$RANK.out" 2>"$ROWMESH_LAB_LOGS/rank$RANK.err"'
-
-
-def check_permitted() -> str | None:
-    """None if hosts can be emulated here; else why not and what to do, in one sentence.
-
-    Tries it: one host with a shaped link is made and removed, in a few hundredths of a second.
-    """
-    if not sys.platform.startswith("linux"):
-        return f"hosts cannot be emulated on {sys.platform}: it takes Linux's network namespaces"
-    lacking = [name for name in ("ip", "tc") if find_program(name) is None]
-    if lacking:
-        return f"hosts cannot be emulated without {' and '.join(lacking)}: install iproute2"
-    tag = new_tag()
-    try:
-        build_network(tag, hosts=1, bits=10**9)
-    except LabError as error:
-        way = "run as root, in a container with --privileged"
-        if os.geteuid() == 0:
-            way = "it takes CAP_SYS_ADMIN and CAP_NET_ADMIN, in a container --privileged"
-        return f"hosts cannot be emulated here, {error}: {way}"
-    finally:
-        with contextlib.suppress(LabError):
-            remove(tag)
-    return None
 
 
 class Lab:

@@ -9,18 +9,24 @@ A host's eth0 shapes what it sends, the port facing it what it receives: a full-
 Ranks of one host meet on its loopback, which is neither shaped nor counted.
 """
 
+import contextlib
 import json
 from dataclasses import dataclass
 
+from rowmesh.errors import LabError
 from rowmesh.lab.iproute import batch, call
 from rowmesh.lab.tags import Tag
 
-__all__ = ["INTERFACE", "HostBytes", "build_network", "read_counters", "shape"]
+__all__ = ["INTERFACE", "HostBytes", "build_network", "read_congestion", "read_counters", "shape"]
 
 INTERFACE = "eth0"
 _BURST_BYTES = 80_000  # above a 64 KiB segment, which tbf would otherwise cut up by hand
 _BURST_S = 5e-4  # timers wake late: a faster link needs more tokens in hand
 _QUEUE = "4mb"
+# The one every kernel has. With bbr, some machines' default, a lone stream gives 55 to 100 % of
+# a shaped link from one second to the next (docs/lab.md).
+_CONGESTION = "reno"
+_CONTROL = "/proc/sys/net/ipv4/tcp_congestion_control"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +63,8 @@ def build_network(tag: Tag, *, hosts: int, bits: int | None) -> None:
             f"link set {INTERFACE} up",
         ]
         batch("ip", lines, namespace=name)
+        with contextlib.suppress(LabError):  # where /proc/sys is read-only, the machine's own stays
+            call("ip", "netns", "exec", name, "sh", "-c", f"echo {_CONGESTION} > {_CONTROL}")
     if bits is not None:
         shape(tag, hosts=hosts, bits=bits)
 
@@ -76,6 +84,11 @@ def _qdisc(interface: str, bits: int | None) -> str:
         return f"qdisc del dev {interface} root"
     burst = max(_BURST_BYTES, round(bits / 8 * _BURST_S))
     return f"qdisc replace dev {interface} root tbf rate {bits}bit burst {burst} limit {_QUEUE}"
+
+
+def read_congestion(tag: Tag) -> str:
+    """The congestion control that TCP uses in the hosts."""
+    return call("ip", "netns", "exec", tag.host(0), "cat", _CONTROL).strip()
 
 
 def read_counters(tag: Tag, *, hosts: int) -> list[HostBytes]:
