@@ -69,7 +69,7 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     p.add_argument("--alpha", default="1.05,1.2")
     p.add_argument("--rounds", type=int, default=6, help="six give an interval of 97 %%")
     p.add_argument("--steps", type=int, default=6, help="of a round; the first is left out")
-    p.add_argument("--trial-steps", type=int, default=4)
+    p.add_argument("--trial-steps", type=int, default=3)
     p.add_argument("--peer-env", type=Path, default=default_folder(), help="TorchRec's environment")
     p.add_argument("--again", action="store_true", help="also shapes that are stored")
     p.add_argument("--cap", type=float, default=2e5, help="most rows of a table")

@@ -14,8 +14,8 @@ __all__ = ["label_of", "markdown", "write_report"]
 CAUTION = """\
 Both train the same DLRM on the same ids from the same initial weights with the same optimiser.
 All contestants of a shape are alive at once and run one at a time in turn; the first step of a
-round is left out. [What may be claimed from such figures](../../docs/measuring.md). Ranks of all hosts
-share this machine's cores, so compare libraries within a line, not lines.
+round is left out. Ranks of all hosts share this machine's cores: compare within a line, not lines.
+[What may be claimed from such figures](../../docs/measuring.md).
 
 * ms/step: median over rounds of the mean of a round, and the interval of the median [low, high].
 * ratio: ours / theirs, paired by round, median [low, high]; below 1 rowmesh is faster.
