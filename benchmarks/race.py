@@ -30,6 +30,7 @@ from racing.peer import TORCHREC, default_folder, ensure
 from racing.report import write_report
 from racing.session import Settings, run_group
 from racing.shapes import ALL, Shape, parse_shapes
+from racing.stored import is_stored, store, stored_files
 
 from rowmesh.errors import InputError
 from rowmesh.lab import check_permitted
@@ -131,31 +132,6 @@ def cpu_name() -> str:
     return next(names, "unknown")
 
 
-def stored_files(out: Path) -> list[Path]:
-    """One a shape, in the order in which shapes were first stored."""
-    return sorted(out.glob("*.json"), key=lambda path: json.loads(path.read_text())["order"])
-
-
-def is_stored(out: Path, shape: Shape, session: dict[str, Any]) -> bool:
-    """Whether there is a result of this code and these settings; a refusal is none.
-
-    Raises:
-        InputError: If there is one of other code or settings.
-    """
-    path = out / f"{shape.name}.json"
-    if not path.exists():
-        return False
-    stored = json.loads(path.read_text())
-    for key in ("code", "settings"):
-        was, now = stored["session"][key], session[key]
-        if was != now and "refused" not in stored:
-            raise InputError(
-                f"{path} is of other {key} ({was}, now {now}; commit "
-                f"{stored['session']['commit']}): give --again, or another --out"
-            )
-    return "refused" not in stored
-
-
 def run(todo: list[Shape], settings: Settings, *, session: dict[str, Any], out: Path) -> None:
     """Group after group; a shape is stored, good or refused, as soon as that is known."""
     started, done = time.monotonic(), 0
@@ -175,15 +151,6 @@ def run(todo: list[Shape], settings: Settings, *, session: dict[str, Any], out: 
                 say(f"{shape.name}: refused: {error}")
                 store(out, shape, {"refused": str(error)}, session=session)
             done += len(left)
-
-
-def store(out: Path, shape: Shape, result: dict[str, Any], *, session: dict[str, Any]) -> None:
-    """``OUT/NAME.json``, whole or not at all."""
-    order = [shape.hosts * shape.local, shape.hosts, -(shape.bytes_per_s or 0), shape.pooling]
-    whole = {"order": [*order, shape.alpha], "shape": dataclasses.asdict(shape), **result}
-    aside = out / f"{shape.name}.part"
-    aside.write_text(json.dumps(whole | {"session": session}))
-    aside.rename(out / f"{shape.name}.json")
 
 
 def remaining(started: float, done: int, total: int) -> str:

@@ -15,6 +15,7 @@ from benchmarks.racing.gates import Gate, Gatekeeper
 from benchmarks.racing.judge import interval, refusal, round_ms, summarise
 from benchmarks.racing.report import markdown, write_report
 from benchmarks.racing.shapes import ALL, parse_shapes
+from benchmarks.racing.stored import is_stored, store, stored_files
 from rowmesh.errors import InputError
 
 
@@ -128,13 +129,14 @@ def test_a_host_without_a_link_has_no_bytes_to_compare() -> None:
 
 
 def test_the_report_is_made_of_stored_results(tmp_path: Path) -> None:
-    refused = {"shape": result(rate="1gbit")["shape"], "refused": "TorchRec planner ended\nlines"}
+    reason = "TorchRec planner ended:\nlines\nlast words"
+    refused = {"shape": result(rate="1gbit")["shape"], "refused": reason}
     write_report([result(), refused], tmp_path / "race")
     page = (tmp_path / "race.md").read_text()
     assert "| 2x1 200mbit p1 α1.05 | 100 [100, 100] | 200 [200, 200] | 80 [80, 80] |" in page
     assert "0.50 [0.50, 0.50] | 1.25 [1.25, 1.25] |" in page
     assert "no lossy setting" in page
-    assert "* 2x1 1gbit p1 α1.05: TorchRec planner ended\n" in page
+    assert "* 2x1 1gbit p1 α1.05: TorchRec planner ended: last words\n" in page
     stored = json.loads((tmp_path / "race.json").read_text())
     assert stored["shapes"][0]["summary"]["theirs"]["ratio"]["mid"] == 0.5
     assert stored["shapes"][0]["rounds"] == result()["rounds"]
@@ -168,6 +170,21 @@ def test_the_race_has_28_shapes_and_rates_of_a_layout_are_neighbours() -> None:
     assert len({s.group for s in shapes}) == 16
     changes = sum(a.group != b.group for a, b in itertools.pairwise(shapes))
     assert changes == 15
+
+
+def test_what_is_stored_is_not_run_again_unless_it_was_refused(tmp_path: Path) -> None:
+    slow, fast = parse_shapes("2x1@200mbit,2x1@1gbit", pooling="1", alpha="1.05")
+    session = {"code": "c0de", "settings": {"rounds": 6}, "commit": "abc"}
+    assert not is_stored(tmp_path, slow, session)
+    store(tmp_path, slow, {}, session=session)
+    store(tmp_path, fast, {"refused": "it ended"}, session=session)
+    assert is_stored(tmp_path, slow, session)
+    assert not is_stored(tmp_path, fast, session)
+    assert [path.stem for path in stored_files(tmp_path)] == [fast.name, slow.name]
+    for key, value in (("code", "0ther"), ("settings", {"rounds": 5})):
+        with pytest.raises(InputError, match=f"of other {key}.*--again"):
+            is_stored(tmp_path, slow, session | {key: value})
+        assert not is_stored(tmp_path, fast, session | {key: value})
 
 
 @pytest.mark.parametrize("word", ["2x1", "1x2@1gbit", "2by1", "2x0@1gbit", "2x1@fast"])

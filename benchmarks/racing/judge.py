@@ -38,7 +38,7 @@ def interval(values: list[float]) -> Interval:
 
 
 def _covers(n: int, k: int) -> float:
-    return max(0.0, 1 - 2 * sum(math.comb(n, i) for i in range(k)) / 2**n)
+    return 1 - 2 * sum(math.comb(n, i) for i in range(k)) / float(2**n)
 
 
 def round_ms(ms: list[float]) -> float:
@@ -118,4 +118,5 @@ def _megabytes(rounds: list[dict[str, Any]]) -> float | None:
         return None
     steps = sum(len(r["ms"]) for r in rounds)
     hosts = len(rounds[0]["nic"])
-    return sum(host[0] for r in rounds for host in r["nic"]) / hosts / steps / 1e6
+    sent: int = sum(host[0] for r in rounds for host in r["nic"])
+    return sent / hosts / steps / 1e6

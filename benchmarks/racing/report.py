@@ -72,9 +72,15 @@ def markdown(results: list[dict[str, Any]], *, plot: str) -> str:
         lines += ["## Settings that the trials chose", "", *_settings(pairs), ""]
     if refused:
         lines += ["## Refused", ""]
-        lines += [f"* {label_of(r)}: {r['refused'].splitlines()[0]}" for r in refused]
+        lines += [f"* {label_of(r)}: {_short(r['refused'])}" for r in refused]
         lines.append("")
     return "\n".join(lines)
+
+
+def _short(reason: str) -> str:
+    """Who, and a contestant's last words."""
+    lines = reason.splitlines()
+    return lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
 
 
 def _what_ran(good: list[dict[str, Any]]) -> str:

@@ -4,9 +4,8 @@ import itertools
 import re
 from dataclasses import dataclass
 
-from rowmesh.lab import parse_rate
-
 from rowmesh.errors import InputError
+from rowmesh.lab import parse_rate
 
 __all__ = ["ALL", "Shape", "parse_shapes"]
 
@@ -57,9 +56,10 @@ def parse_shapes(layouts: str, *, pooling: str, alpha: str) -> list[Shape]:
             )
         parse_rate(match[3])
         try:
-            ids = {"pooling": int(p), "alpha": float(a)}
+            factor, exponent = int(p), float(a)
         except ValueError:
             raise InputError(f"pooling {p!r} and alpha {a!r} must be numbers") from None
-        found.append(Shape(hosts=int(match[1]), local=int(match[2]), rate=match[3], **ids))
+        hosts, local = int(match[1]), int(match[2])
+        found.append(Shape(hosts=hosts, local=local, rate=match[3], pooling=factor, alpha=exponent))
     groups = list(dict.fromkeys(shape.group for shape in found))
     return sorted(dict.fromkeys(found), key=lambda shape: groups.index(shape.group))
