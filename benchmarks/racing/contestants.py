@@ -3,7 +3,6 @@
 import functools
 import shlex
 import sys
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,17 +140,11 @@ class Place:
         self.alive: dict[Entry, Contestant] = {}
 
     def __enter__(self) -> "Place":
-        self._scratch = tempfile.TemporaryDirectory(prefix="rowmesh-race-")
-        try:
-            self.lab.__enter__()
-        except BaseException:
-            self._scratch.cleanup()
-            raise
+        self.lab.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         self.lab.close()
-        self._scratch.cleanup()
 
     def set_rate(self, rate: str | None) -> None:
         """Of all links from now on."""
@@ -165,7 +158,8 @@ class Place:
         """
         if entry not in self.alive:
             self.set_rate(None)
-            folder = Path(self._scratch.name) / f"{entry.role}-{entry.name}".replace(" ", "-")
+            name = f"{entry.role}-{entry.name}".replace(" ", "-")
+            folder = self.lab.tag.folder / "gates" / name  # goes with the lab, whatever happens
             launch = functools.partial(
                 self.lab.launch,
                 ranks_per_host=self.local,
