@@ -105,7 +105,10 @@ def run_command(
                 "rate_bits_per_s": lab.bits,
                 "seconds": seconds,
                 "exit_code": code,
-                "links": [{"host": i, **asdict(link)} for i, link in enumerate(links)],
+                "links": [
+                    {"host": i, "sent_bytes": link.sent, "received_bytes": link.received}
+                    for i, link in enumerate(links)
+                ],
             }
             _write(json_file, found)
         raise typer.Exit(code)

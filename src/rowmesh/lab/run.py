@@ -17,14 +17,14 @@ __all__ = ["RUN_MARK", "TIMED_OUT", "Run"]
 RUN_MARK = "ROWMESH_LAB_RUN"
 TIMED_OUT = 124  # as timeout(1) has it
 _POLL_S = 0.05
-_AFTER_FAILURE_S = 10.0  # other hosts notice within seconds and say why: let them
+_AFTER_FAILURE_S = 6.0  # other hosts notice within seconds and say why: let them
 
 
 class Run:
     """A program on all hosts, made by `Lab.launch`.
 
     All output is in ``folder``: ``rank3.out`` and ``rank3.err`` of each rank, ``host1.log`` of
-    each host's torchrun. When a host fails, the others get 10 s to end by themselves.
+    each host's torchrun. When a host fails, the others get 6 s to end by themselves.
 
     Args:
         agents: The torchrun of each host, each logging to ``folder``.
