@@ -308,7 +308,7 @@ def test_programs_in_a_host_find_their_names_and_settings(lab: Lab) -> None:
 
 def test_links_have_the_rate_both_ways_and_the_inside_of_a_host_does_not(lab: Lab) -> None:
     before = lab.counters()
-    inside, one_way, both_ways = measure(lab, window_s=0.6)
+    inside, one_way, both_ways = measure(lab, window_s=0.4)
     after = lab.counters()
     assert [r.ok for r in (inside, one_way, both_ways)] == [True] * 3
     assert inside.verdict == "not shaped"
@@ -317,7 +317,7 @@ def test_links_have_the_rate_both_ways_and_the_inside_of_a_host_does_not(lab: La
         assert 0.9 * 20e6 <= reading.wire_bits <= 1.1 * 20e6
     sent = [a.sent - b.sent for a, b in zip(after, before, strict=True)]
     received = [a.received - b.received for a, b in zip(after, before, strict=True)]
-    least = 0.6 * 0.9 * 20e6 / 8  # of one window
+    least = 0.4 * 0.9 * 20e6 / 8  # of one window
     assert sent[0] > 2 * least, "host 0 sent in both measurements"
     assert sent[1] > least
     assert received[1] > 2 * least
@@ -538,10 +538,9 @@ def test_the_first_ctrl_c_goes_to_the_ranks_and_the_second_kills(
     tmp_path: Path, act: str, signals: int
 ) -> None:
     script, logs = tmp_path / "patient.py", tmp_path / "logs"
-    script.write_text(
-        PATIENT.format(act=act).replace("time.sleep(600)", "\nwhile 1: time.sleep(1)")
-    )
-    words = [sys.executable, "-m", "rowmesh.cli", "lab", "run", "--log-dir", str(logs), "--"]
+    script.write_text(PATIENT.format(act=act))
+    words = [sys.executable, "-m", "rowmesh.cli", "lab", "run", "--timeout", "120"]
+    words += ["--log-dir", str(logs), "--"]
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([*words, str(script)], **streams) as launcher:
         for state in ("up", "asked")[:signals]:
@@ -562,7 +561,7 @@ def test_clean_after_sigkill_of_a_real_run(tmp_path: Path) -> None:
     script, logs = tmp_path / "patient.py", tmp_path / "logs"
     script.write_text(PATIENT.format(act="None"))
     words = [sys.executable, "-m", "rowmesh.cli", "lab", "run", "--rate", "1gbit"]
-    more = ["--ranks-per-host", "2", "--log-dir", str(logs), "--", str(script)]
+    more = ["--timeout", "120", "--ranks-per-host", "2", "--log-dir", str(logs), "--", str(script)]
     with subprocess.Popen([*words, *more], stdout=subprocess.PIPE) as launcher:
         for rank in range(4):
             wait_for(logs / f"rank{rank}.out", "up")

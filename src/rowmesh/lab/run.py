@@ -63,7 +63,9 @@ class Run:
             self.stop(code=TIMED_OUT)
         elif any(codes):
             self._failed_at = self._failed_at or now
-            if now - self._failed_at > _AFTER_FAILURE_S:
+            if not self._has_ranks():  # torchrun would wait minutes for the host that failed
+                self.stop(grace_s=0.0)
+            elif now - self._failed_at > _AFTER_FAILURE_S:
                 self.stop()
         return self._code
 
@@ -123,6 +125,10 @@ class Run:
             agent.wait()
         if self._code is None:
             self._code = code if code is not None and is_running else self._exit_code()
+
+    def _has_ranks(self) -> bool:
+        agents = {agent.pid for agent in self._agents}
+        return not processes_marked(RUN_MARK, self._mark) <= agents
 
     @property
     def failures(self) -> list[Failure]:
