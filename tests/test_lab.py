@@ -214,6 +214,7 @@ def test_the_rank_that_failed_first_comes_first(tmp_path: Path) -> None:
         (["--ranks-per-host", "0", "--", RANK], "ranks-per-host is 0, but must be at least 1"),
         (["--hosts", "2", RANK], "the command goes after --, as"),
         (["--hosts", "2", "--"], "there is no command: give script.py"),
+        (["--json", "no/such.json", "--", RANK], "cannot write no/such.json: its folder is not"),
         (["--", "nope.py"], "'nope.py', but there is no such file"),
         (["--unshaped", "--rate", "1gbit", "--", RANK], "--unshaped does not go with --rate 1gbit"),
     ],
@@ -396,6 +397,25 @@ def test_a_lab_half_built_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert {tag for tag in find_tags() if tag.pid == os.getpid()} == before
 
 
+def test_a_lab_leaves_signals_as_they_were_and_a_fork_leaves_the_lab(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with Lab(1, loopback=True) as lab:
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    with Lab(1, loopback=True) as lab:
+        tag = lab.tag
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getpid", lambda: tag.pid + 1)
+            lab.close()
+    assert tag.folder.is_dir()
+    remove(tag)
+
+
 def start_launcher() -> tuple["subprocess.Popen[str]", Tag]:
     words = [sys.executable, str(SCRIPTS / "lab_launcher.py")]
     launcher = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
@@ -406,14 +426,14 @@ def start_launcher() -> tuple["subprocess.Popen[str]", Tag]:
 
 
 @needs_hosts
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_to_the_launcher_removes_the_lab(number: signal.Signals) -> None:
     launcher, tag = start_launcher()
     with launcher:
         assert len(processes_of(tag)) == 4
         launcher.send_signal(number)
         code = launcher.wait(timeout=20)
-    assert code == {signal.SIGTERM: 143, signal.SIGINT: -signal.SIGINT}[number]
+    assert code == (-number if number == signal.SIGINT else 128 + number)
     assert is_gone(tag)
 
 
