@@ -119,9 +119,7 @@ class Lab:
             tag, self._tag = self._tag, None
             atexit.unregister(self.close)
             try:
-                if (
-                    tag is not None and tag.pid == os.getpid()
-                ):  # a forked child's lab is not its own
+                if tag is not None and tag.pid == os.getpid():  # not in a forked child
                     remove(tag, grace_s=_GRACE_S)
                     for process in self._processes:
                         process.wait()
