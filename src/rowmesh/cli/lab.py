@@ -83,6 +83,8 @@ def run_command(
     with one_sentence():
         rank_words(command or [], python=sys.executable)  # fail before hosts are made
         check_range("ranks-per-host", ranks_per_host, 1)
+        if json_file is not None and not json_file.absolute().parent.is_dir():
+            raise InputError(f"cannot write {json_file}: its folder is not there")
         _mention_left_overs()
         lab = _choose(hosts, rate, unshaped)
         with forwarded_signals() as signals, lab:
@@ -105,7 +107,10 @@ def run_command(
                 "rate_bits_per_s": lab.bits,
                 "seconds": seconds,
                 "exit_code": code,
-                "links": [{"host": i, **asdict(link)} for i, link in enumerate(links)],
+                "links": [
+                    {"host": i, "sent_bytes": link.sent, "received_bytes": link.received}
+                    for i, link in enumerate(links)
+                ],
             }
             _write(json_file, found)
         raise typer.Exit(code)

@@ -1,17 +1,14 @@
 """A lab: emulated hosts on this machine, and the programs that run in them."""
 
 import atexit
-import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from rowmesh.errors import InputError, LabError, check_range
 from rowmesh.lab.command import rank_words
@@ -29,14 +26,14 @@ from rowmesh.lab.permission import check_permitted
 from rowmesh.lab.rates import format_rate, parse_rate
 from rowmesh.lab.remains import remove
 from rowmesh.lab.run import RUN_MARK, Run
+from rowmesh.lab.signals import deferred_signals, exit_on_signals, restore_signals
 from rowmesh.lab.tags import MARK, Tag, new_tag
 
 __all__ = ["Lab"]
 
 _MAX_HOSTS = 200
-_FIRST_PORT = 29_500
+_FIRST_PORT, _NUM_PORTS = 29_500, 300  # below those the kernel hands out
 _GRACE_S = 2.0
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # in the host's own view of the file system, so that nothing is written below /etc
 _WITH_HOST_FILE = 'mount --bind "$0" /etc/hosts && exec "$@"'
 _WITH_LOGS = 'exec "$@" >"$ROWMESH_LAB_LOGS/rank$RANK.out" 2>"$ROWMESH_LAB_LOGS/rank$RANK.err"'
@@ -46,8 +43,8 @@ class Lab:
     """Hosts with a link of a chosen rate each, as network namespaces of this machine.
 
     A context manager: hosts are made on entry, and on exit, whatever the reason, everything of
-    the lab is removed, its processes first. Inside, in the main thread, a SIGTERM that nobody
-    handles becomes SystemExit(143), so that it counts as an exit. Labs do not see each other.
+    the lab is removed, its processes first. Inside, in the main thread, a SIGTERM or SIGHUP that
+    nobody handles becomes SystemExit, so that it counts as an exit. Labs do not see each other.
 
     Args:
         hosts: From 1 to 200.
@@ -71,7 +68,7 @@ class Lab:
         self._processes: list[subprocess.Popen[Any]] = []
         self._num_runs = 0
         self._lock = threading.Lock()
-        self._restore: tuple[int, Any] | None = None
+        self._signals: dict[int, Any] = {}
 
     @property
     def tag(self) -> Tag:
@@ -99,7 +96,7 @@ class Lab:
         reason = None if self.loopback else check_permitted()
         if reason is not None:
             raise InputError(reason)
-        self._catch_sigterm()
+        self._signals = exit_on_signals()
         atexit.register(self.close)
         try:
             self._tag = new_tag()
@@ -118,22 +115,17 @@ class Lab:
 
     def close(self) -> None:
         """Remove everything of the lab: SIGTERM to its processes, SIGKILL after 2 s; may repeat."""
-        with _deferred_signals():
-            if self._tag is not None:
-                remove(self._tag, grace_s=_GRACE_S)
-                for process in self._processes:
-                    process.wait()
-            self._tag = None
-            self._processes.clear()
+        with deferred_signals():
+            tag, self._tag = self._tag, None
             atexit.unregister(self.close)
-            if self._restore is not None:
-                signal.signal(*self._restore)
-                self._restore = None
-
-    def _catch_sigterm(self) -> None:
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            self._restore = (signal.SIGTERM, signal.signal(signal.SIGTERM, _exit_on_signal))
+            try:
+                if tag is not None and tag.pid == os.getpid():  # not in a forked child
+                    remove(tag, grace_s=_GRACE_S)
+                    for process in self._processes:
+                        process.wait()
+            finally:
+                self._processes.clear()
+                restore_signals(self._signals)
 
     def set_rate(self, rate: str | None) -> None:
         """Change the rate of all links, also while programs use them."""
@@ -245,7 +237,7 @@ class Lab:
     def _port(self, number: int) -> int:
         """In a lab ports are free but for our own; on loopback the machine is asked."""
         if not self.loopback:
-            return _FIRST_PORT + 10 * number
+            return _FIRST_PORT + 10 * (number % _NUM_PORTS)
         with socket.socket() as probe:
             probe.bind((self.addresses[0], 0))
             return int(probe.getsockname()[1])
@@ -254,21 +246,7 @@ class Lab:
 def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.glob("rank*.*"):
+        for old in (*folder.glob("rank*.out"), *folder.glob("rank*.err")):
             old.unlink()
     except OSError as error:
         raise InputError(f"cannot write logs to {folder}: {error.strerror}") from None
-
-
-def _exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)
-
-
-@contextlib.contextmanager
-def _deferred_signals() -> Iterator[None]:
-    """Signals that come inside take effect afterwards: a teardown is not left half-way."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

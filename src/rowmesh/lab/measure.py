@@ -15,7 +15,7 @@ __all__ = ["TOLERANCE", "Reading", "measure"]
 
 TOLERANCE = 0.1
 _PROBE = Path(__file__).with_name("probe.py")
-_WARM_S, _WINDOW_S, _INSIDE_S = 0.5, 1.0, 0.4
+_WINDOW_S = 1.0
 _PINGS = 200
 _PORT = 28_000
 _TIMEOUT_S = 30.0
@@ -54,9 +54,9 @@ def measure(lab: Lab, *, window_s: float = _WINDOW_S) -> list[Reading]:
 
     Args:
         lab: An open one, in which nothing else runs.
-        window_s: How long each rate is measured.
+        window_s: How long each rate is measured, after half as long to settle.
     """
-    found = [_inside(lab, min(window_s, _INSIDE_S))]
+    found = [_inside(lab, window_s / 2)]
     if lab.hosts > 1:
         pairs = [(i, (i + 1) % lab.hosts) for i in range(lab.hosts)]
         round_trip = _round_trip(lab, 0, 1)
@@ -108,7 +108,7 @@ def _across(
 
 def _stream(lab: Lab, pairs: Sequence[tuple[int, int]], window_s: float) -> list[dict[str, Any]]:
     """What each receiver counted while every pair's first host sent to its second."""
-    counters = [_probe(lab, to, "count", to, _WARM_S, window_s) for _, to in pairs]
+    counters = [_probe(lab, to, "count", to, window_s / 2, window_s) for _, to in pairs]
     for counter in counters:
         _read(counter)
     senders = [_probe(lab, source, "send", to) for source, to in pairs]

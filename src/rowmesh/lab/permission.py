@@ -30,7 +30,7 @@ def check_permitted() -> str | None:
         way = "run as root"
         if os.geteuid() == 0:
             way = "root needs CAP_SYS_ADMIN and CAP_NET_ADMIN, in a container --privileged"
-        return f"hosts cannot be emulated here, {error}: {way}"
+        return f"hosts cannot be emulated here ({error}): {way}"
     finally:
         with contextlib.suppress(LabError):
             remove(tag)

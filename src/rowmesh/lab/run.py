@@ -17,14 +17,14 @@ __all__ = ["RUN_MARK", "TIMED_OUT", "Run"]
 RUN_MARK = "ROWMESH_LAB_RUN"
 TIMED_OUT = 124  # as timeout(1) has it
 _POLL_S = 0.05
-_AFTER_FAILURE_S = 10.0  # other hosts notice within seconds and say why: let them
+_AFTER_FAILURE_S = 6.0  # other hosts notice within seconds and say why: let them
 
 
 class Run:
     """A program on all hosts, made by `Lab.launch`.
 
     All output is in ``folder``: ``rank3.out`` and ``rank3.err`` of each rank, ``host1.log`` of
-    each host's torchrun. When a host fails, the others get 10 s to end by themselves.
+    each host's torchrun. When a host fails, the others get 6 s to end by themselves.
 
     Args:
         agents: The torchrun of each host, each logging to ``folder``.
@@ -63,7 +63,9 @@ class Run:
             self.stop(code=TIMED_OUT)
         elif any(codes):
             self._failed_at = self._failed_at or now
-            if now - self._failed_at > _AFTER_FAILURE_S:
+            if not self._has_ranks():  # torchrun would wait minutes for the host that failed
+                self.stop(grace_s=0.0)
+            elif now - self._failed_at > _AFTER_FAILURE_S:
                 self.stop()
         return self._code
 
@@ -123,6 +125,10 @@ class Run:
             agent.wait()
         if self._code is None:
             self._code = code if code is not None and is_running else self._exit_code()
+
+    def _has_ranks(self) -> bool:
+        agents = {agent.pid for agent in self._agents}
+        return not processes_marked(RUN_MARK, self._mark) <= agents
 
     @property
     def failures(self) -> list[Failure]:
