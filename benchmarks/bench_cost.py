@@ -90,7 +90,7 @@ def run_shape(shape: Shape, args: argparse.Namespace) -> list[dict[str, Any]]:
         {
             "shape": shape.name,
             "plan": name,
-            "forecast": ready[name]["forecast_ms"],
+            "forecast": ready[name]["predicted_ms"],
             "measured_ms": [round(round_ms(r[name]["ms"]), 2) for r in rounds],
             "bytes_are_exact": all(r[name]["bytes_are_exact"] for r in rounds),
         }

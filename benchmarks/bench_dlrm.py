@@ -20,12 +20,14 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from forecasting import Foretold, count_accesses, forecast_ms, pairs
+from racing.gates import Gate
+from racing.rounds import nic_bytes, timed
 from torch import Tensor
 
 import rowmesh as rm
@@ -35,10 +37,6 @@ from rowmesh.models.layers import seed_dense
 from rowmesh.placement import load_plan
 from rowmesh.storage import keep_freed_memory
 from rowmesh.trace.table import format_summary
-from rowmesh.train.calibrate.dense import count_dense
-from rowmesh.train.config import RunConfig
-from rowmesh.train.forecast import forecast_step
-from rowmesh.train.model import ModelConfig
 
 EPS = 1e-8
 DENSE = {
@@ -53,7 +51,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if not args.default_malloc:
         keep_freed_memory()
-    mesh = rm.init_mesh()
+    mesh = rm.init_mesh(timeout_s=180.0 if args.gate else 60.0)
     tracing = rm.Tracing(mesh, args.trace, num_steps=args.trace_steps) if args.trace else None
     clicks = SyntheticClicks(
         cap=int(args.cap),
@@ -85,45 +83,51 @@ def main() -> None:
 
     def step(number: int) -> Tensor:
         batch = batches[number % len(batches)]
-        with mesh.trace.phase("dense forward"):
-            loss = mesh.mean(model(batch))
-        with mesh.trace.phase("backward"):
-            loss.backward()
+        loss = mesh.mean(model(batch))
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
 
     losses = [step(i) for i in range(args.warmup)]
+    if args.gate:
+        work = Work(args, clicks, model=model, mesh=mesh, step=step, plan=plan)
+        work.serve(losses)
+        return
     mesh.total(0)
-    before = nic_bytes()
+    before = nic_bytes() or (0, 0)
     mesh.ledger.reset()
     cpu, marks = time.process_time(), [time.perf_counter()]
     for i in range(args.steps):
         losses.append(step(args.warmup + i))
         marks.append(time.perf_counter())
     cpu = time.process_time() - cpu
-    sent = mesh.gather_objects(mesh.ledger.by_edge())
+    sent = mesh.ledger.by_edge()
     mesh.total(0)
-    moved = [b - a for a, b in zip(before, nic_bytes(), strict=True)]
+    moved = (nic_bytes() or (0, 0))[0] - before[0]
     times = [1e3 * (b - a) for a, b in itertools.pairwise(marks)]
     if tracing is not None:
         trace(tracing, step, mesh, first=args.warmup + args.steps)
+    foretold = Foretold(clicks, plan, mesh, args.batches).over(args.warmup, args.steps)
     result = {
         "ms_median": round(median(times), 2),
         "ms_min": round(min(times), 2),
         "samples_s": round(args.batch * mesh.world / median(times) * 1e3),
         "cpu_ms": round(1e3 * cpu / args.steps, 1),
         "ms_dense": round(dense_only(args, model, mesh, batches[0]), 2),
-        "mb_host_step": host_megabytes(mesh, moved[0] / args.steps),
-        "ledger_bytes": average(sent, args.steps),
-        "predicted": predicted(args, clicks, plan, mesh, sent),
+        "mb_host_step": host_megabytes(mesh, moved / args.steps),
+        "ledger_bytes": average(mesh.gather_objects(sent), args.steps),
+        "predicted_mb": round(
+            float(mesh.total(foretold.total())) / mesh.world / args.steps / 1e6, 4
+        ),
+        "bytes_are_exact": all(mesh.gather_objects(foretold == pairs(sent))),
+        "predicted_ms": forecast_ms(args, clicks, plan),
         "plan": summary(plan),
         "plan_s": round(plan_s, 3),
         "exactness": plan.exactness.value,
         "losses": mesh.total(torch.stack(losses)).tolist() if args.losses else None,
         "world": mesh.world,
         "hosts": mesh.topology.hosts,
-        "trace": tracing.summary.to_dict() if tracing and tracing.summary else None,
         "args": vars(args),
         "commit": commit(),
         "versions": {"torch": torch.__version__, "rowmesh": rm.__version__},
@@ -158,19 +162,8 @@ def parse_args() -> argparse.Namespace:
     p.add_argument("--losses", action="store_true", help="print the loss of every step")
     p.add_argument("--trace", metavar="FILE", help="write a Chrome trace, print its table")
     p.add_argument("--trace-steps", type=int, default=10, help="steps to trace")
+    p.add_argument("--gate", help="after the warm-up, step when this folder says so (race.py)")
     return p.parse_args()
-
-
-def trace(tracing: rm.Tracing, step: Callable[[int], Tensor], mesh: rm.Mesh, *, first: int) -> None:
-    """Run steps until the trace is written; rank 0 prints its table."""
-    for number in itertools.count(first):
-        tracing.begin_step(number)
-        step(number)
-        tracing.end_step()
-        if tracing.summary is not None:
-            break
-    if mesh.rank == 0:
-        print(format_summary(tracing.summary), flush=True)
 
 
 def sizes(text: str) -> list[int]:
@@ -178,7 +171,9 @@ def sizes(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
-def choose_plan(args: argparse.Namespace, model: Any, mesh: rm.Mesh, clicks: Any) -> rm.Plan:
+def choose_plan(
+    args: argparse.Namespace, model: Any, mesh: rm.Mesh, clicks: SyntheticClicks
+) -> rm.Plan:
     """A plan file, or a plan from the accesses of rank 0's first batches."""
     if Path(args.plan).suffix == ".json":
         return load_plan(args.plan)
@@ -188,22 +183,83 @@ def choose_plan(args: argparse.Namespace, model: Any, mesh: rm.Mesh, clicks: Any
     return rm.make_plan(
         model,
         mesh.topology,
-        stats=count_accesses(args, clicks),
-        rates=rates,
+        stats=count_accesses(clicks, args.dim),
         split=args.plan,
         exchange=args.exchange,
         dedup=not args.no_dedup,
+        rates=rates,
     )
 
 
-def count_accesses(args: argparse.Namespace, clicks: SyntheticClicks) -> rm.Stats:
-    """Of four batches of rank 0."""
-    sample = [clicks.batch_at(0, i).sparse_features for i in range(4)]
-    return rm.Stats.from_batches(clicks.tables(args.dim), sample)
+class Work:
+    """What this rank does in a race: the steps go on from the warm-up, so many at every gate."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        clicks: SyntheticClicks,
+        *,
+        model: Any,
+        mesh: rm.Mesh,
+        step: Callable[[int], Tensor],
+        plan: rm.Plan,
+    ) -> None:
+        self.args, self.clicks, self.model, self.mesh = args, clicks, model, mesh
+        self.step, self.plan, self.number = step, plan, args.warmup
+        self.foretold = Foretold(clicks, plan, mesh, args.batches)
+        self.sent: Counter[tuple[str, str]] = Counter()
+
+    def serve(self, losses: list[Tensor]) -> None:
+        """Until the race says stop."""
+        ready = {
+            "losses": self.mesh.total(torch.stack(losses)).tolist(),
+            "plan": summary(self.plan),
+            "exactness": self.plan.exactness.value,
+            "predicted_ms": forecast_ms(self.args, self.clicks, self.plan),
+            "versions": {"torch": torch.__version__, "rowmesh": rm.__version__},
+        }
+        gate = Gate(self.args.gate, rank=self.mesh.rank)
+        gate.serve(ready, {"steps": self.steps, "dense": self.dense})
+
+    def steps(self, count: int) -> dict[str, Any]:
+        """Times; bytes of every host on its card and in the ledger; whether they were foretold."""
+        first, mesh, local = self.number, self.mesh, self.mesh.topology.local
+        self.sent.clear()
+        found = timed(self.one, count=count, barrier=lambda: mesh.total(0))
+        exact = self.sent == self.foretold.over(first, count)
+        cross = sum(n for (_, link), n in self.sent.items() if link == "cross")
+        ranks = mesh.gather_objects((found["nic"], cross, exact))
+        hosts = [ranks[i : i + local] for i in range(0, mesh.world, local)]
+        return {
+            "ms": found["ms"],
+            "nic": [host[0][0] for host in hosts],
+            "ledger": [sum(number for _, number, _ in host) for host in hosts],
+            "bytes_are_exact": all(exact for _, _, exact in ranks),
+        }
+
+    def one(self) -> None:
+        """A step, its bytes counted without those of the barriers around a round."""
+        self.mesh.ledger.reset()
+        self.step(self.number)
+        self.sent += pairs(self.mesh.ledger.by_edge())
+        self.number += 1
+
+    def dense(self, count: int) -> dict[str, float]:
+        """Steps of the dense layers alone."""
+        batch = self.clicks.batch_at(self.mesh.rank, 0)
+        return dense_parts(self.args, self.model, self.mesh, batch, count)
 
 
 def dense_only(args: argparse.Namespace, model: Any, mesh: rm.Mesh, batch: rm.Batch) -> float:
     """Median ms of forward, backward and step of the dense layers on fixed embeddings."""
+    return dense_parts(args, model, mesh, batch, 6)["ms"]
+
+
+def dense_parts(
+    args: argparse.Namespace, model: Any, mesh: rm.Mesh, batch: rm.Batch, count: int
+) -> dict[str, float]:
+    """Median ms of a dense step, and of what waits for the embeddings: ``fwd`` and ``bwd`` of the
+    interaction and the top layers. Two steps come before those counted."""
     copy = rm.models.DLRM(
         rm.EmbeddingBagCollection(model.embedding_bag_collection.configs(), device="meta"),
         dense_in_features=13,
@@ -217,90 +273,39 @@ def dense_only(args: argparse.Namespace, model: Any, mesh: rm.Mesh, batch: rm.Ba
     loss = torch.nn.BCEWithLogitsLoss()
     times = []
     mesh.total(0)
-    for _ in range(8):
-        start = time.perf_counter()
-        loss(copy.dense_logits(batch.dense_features, pooled), batch.labels).backward()
+    for _ in range(2 + count):
+        marks = [time.perf_counter()]
+        bottom = copy.dense_arch(batch.dense_features)
+        inner = bottom.detach().requires_grad_()
+        marks.append(time.perf_counter())
+        losses = loss(copy.over_arch(copy.interaction(inner, pooled)).squeeze(1), batch.labels)
+        marks.append(time.perf_counter())
+        losses.backward()
+        marks.append(time.perf_counter())
+        bottom.backward(inner.grad)
         optimizer.step()
         optimizer.zero_grad()
         pooled.grad = None
-        times.append(1e3 * (time.perf_counter() - start))
-    return median(times[2:])
-
-
-def predicted(
-    args: argparse.Namespace,
-    clicks: SyntheticClicks,
-    plan: rm.Plan,
-    mesh: rm.Mesh,
-    sent: list[dict[str, dict[str, int]]],
-) -> dict[str, Any]:
-    """Bytes by `rm.predict` against the ledger's, and milliseconds if there is a calibration."""
-    numbers = Counter((args.warmup + i) % args.batches for i in range(args.steps))
-    mine = sorted(numbers)[mesh.rank :: mesh.world]  # shared out: it takes a while
-    bytes_of = {}
-    for number in mine:
-        batches = [clicks.batch_at(r, number).sparse_features for r in range(mesh.world)]
-        bytes_of[number] = rm.predict(plan, batches)
-    found: dict[int, Any] = {}
-    for part in mesh.gather_objects(bytes_of):
-        found |= part
-    total = [Counter(pairs(sum_of(found, numbers, rank))) for rank in range(mesh.world)]
-    measured = [Counter(pairs(ledger)) for ledger in sent]
+        marks.append(time.perf_counter())
+        times.append([1e3 * (b - a) for a, b in itertools.pairwise(marks)])
+    kept = times[2:]
     return {
-        "mb_rank": round(sum(t.total() for t in total) / mesh.world / args.steps / 1e6, 4),
-        "bytes_are_exact": total == measured,
-        "ms": forecast_ms(args, clicks, plan),
+        "ms": median(sum(parts) for parts in kept),
+        "fwd": median(parts[1] for parts in kept),
+        "bwd": median(parts[2] for parts in kept),
     }
 
 
-def sum_of(found: dict[int, Any], numbers: Counter[int], rank: int) -> dict[str, dict[str, int]]:
-    """The bytes of one rank over all measured steps."""
-    total: dict[str, dict[str, int]] = {}
-    for number, times in numbers.items():
-        for edge, links in found[number][rank].items():
-            row = total.setdefault(edge, {})
-            for link, amount in links.items():
-                row[link] = row.get(link, 0) + times * amount
-    return total
-
-
-def pairs(ledger: dict[str, dict[str, int]]) -> dict[tuple[str, str], int]:
-    """One number for each edge and link."""
-    return {(edge, link): n for edge, links in ledger.items() for link, n in links.items()}
-
-
-def forecast_ms(args: argparse.Namespace, clicks: SyntheticClicks, plan: rm.Plan) -> Any:
-    """What a step should take, by parts, if --topology says how fast the machine is."""
-    if args.topology is None:
-        return None
-    bottom, top = sizes(args.bottom), sizes(args.top)
-    config = RunConfig(
-        data=clicks,
-        model=ModelConfig(
-            dim=args.dim, dense_layers=tuple(bottom[:-1]), over_layers=tuple(top[:-1])
-        ),
-    )
-    flops, parameters = count_dense(config, clicks.batch_at(0, 0))
-    time = forecast_step(
-        plan,
-        count_accesses(args, clicks),
-        load_calibration(args.topology),
-        flops=flops,
-        parameters=parameters,
-    )
-    if time is None:
-        return None
-    parts = {key.removesuffix("_s"): round(1e3 * s, 2) for key, s in asdict(time).items()}
-    return {"total": round(1e3 * time.total_s, 2), **parts}
-
-
-def nic_bytes() -> tuple[int, int]:
-    """Bytes sent and received by the interface TB_IFNAME, zeros without it."""
-    folder = Path(f"/sys/class/net/{os.environ.get('TB_IFNAME', '-')}/statistics")
-    if not folder.is_dir():
-        return 0, 0
-    sent, received = (int((folder / f"{d}_bytes").read_text()) for d in ("tx", "rx"))
-    return sent, received
+def trace(tracing: rm.Tracing, step: Callable[[int], Tensor], mesh: rm.Mesh, *, first: int) -> None:
+    """Run steps until the trace is written; rank 0 prints its table."""
+    for number in itertools.count(first):
+        tracing.begin_step(number)
+        step(number)
+        tracing.end_step()
+        if tracing.summary is not None:
+            break
+    if mesh.rank == 0:
+        print(format_summary(tracing.summary), flush=True)
 
 
 def host_megabytes(mesh: rm.Mesh, sent: float) -> list[float] | None:

@@ -18,14 +18,16 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
-from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 import torchrec
+from racing.gates import Gate
+from racing.rounds import nic_bytes, timed
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
@@ -94,6 +96,9 @@ def main() -> None:
     fill_tables(sharded, tables, args.seed)
     step = make_step(sharded, endless(make_batches(clicks, args.batches)), args)
 
+    if args.gate:
+        serve(step, args, plan)
+        leave()
     cpu = time.process_time()
     losses, step_ms, sent_mb = run_steps(step, args)
     cpu = time.process_time() - cpu
@@ -119,9 +124,14 @@ def main() -> None:
         if args.losses:
             result["losses"] = losses
         print("RESULT " + json.dumps(result), flush=True)
+    leave()
+
+
+def leave() -> NoReturn:
+    """End all ranks; gloo's threads have been seen to abort an orderly exit after the result."""
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads have been seen to abort an orderly exit after the result
+    os._exit(0)
 
 
 def parse_args() -> argparse.Namespace:
@@ -145,6 +155,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights")
     parser.add_argument("--default-malloc", action="store_true", help="as in bench_dlrm.py")
     parser.add_argument("--losses", action="store_true", help="of all steps, warm-up included")
+    parser.add_argument("--gate", help="as in bench_dlrm.py")
     return parser.parse_args()
 
 
@@ -279,8 +290,13 @@ def make_step(
 ) -> Callable[[], Tensor]:
     """One training step, which returns this rank's mean loss."""
     outside = dict(in_backward_optimizer_filter(model.named_parameters()))
-    dense = KeyedOptimizerWrapper(outside, make_dense_optimizer(args))
-    optimizer = CombinedOptimizer([model.fused_optimizer, dense])
+    replicated = {name: p for name, p in outside.items() if ".embedding_bags." in name}
+    layers = {name: p for name, p in outside.items() if name not in replicated}
+    optimizers = [model.fused_optimizer, KeyedOptimizerWrapper(layers, make_dense_optimizer(args))]
+    if replicated:  # data-parallel tables have no fused optimiser: give them the same rule
+        rule = partial(RowWiseAdagrad, lr=args.lr, eps=EPS)
+        optimizers.append(KeyedOptimizerWrapper(replicated, rule))
+    optimizer = CombinedOptimizer(optimizers)
     if args.pipeline == "sparse_dist":
         pipeline = TrainPipelineSparseDist(model, optimizer, CPU, execute_all_batches=True)
         return lambda: pipeline.progress(batches)[0]
@@ -295,32 +311,51 @@ def make_step(
     return step
 
 
+def serve(step: Callable[[], Tensor], args: argparse.Namespace, plan: ShardingPlan) -> None:
+    """Take part in a race: the steps go on from the warm-up, so many at every gate.
+
+    The pipeline has the ids of one batch ahead when a gate opens and again when the steps are
+    done, so every step pays for one exchange of ids.
+    """
+    losses = mean_over_ranks([step() for _ in range(args.warmup)])
+
+    def steps(count: int) -> dict[str, Any]:
+        found = timed(step, count=count, barrier=dist.barrier)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, found["nic"])
+        return {"ms": found["ms"], "nic": everyone[:: get_local_size()]}
+
+    ready = {
+        "losses": losses,
+        "plan": count_kinds(plan),
+        "versions": {"torch": torch.__version__, "torchrec": torchrec.__version__},
+    }
+    Gate(args.gate, rank=dist.get_rank()).serve(ready, {"steps": steps})
+
+
+def mean_over_ranks(losses: list[Tensor]) -> list[float]:
+    """Losses of the global batches, all ranks having as many samples."""
+    means = torch.stack([loss.detach() for loss in losses]).double()
+    dist.all_reduce(means)
+    return (means / dist.get_world_size()).tolist()
+
+
 def run_steps(
     step: Callable[[], Tensor], args: argparse.Namespace
 ) -> tuple[list[float], list[float], float | None]:
     """Losses of all steps; milliseconds and megabytes sent of the steps after the warm-up."""
     losses = [step() for _ in range(args.warmup)]
     dist.barrier()
-    sent, step_ms = sent_bytes(), []
+    before, step_ms = nic_bytes(), []
     dist.barrier()
     for _ in range(args.steps):
         start = time.perf_counter()
         losses.append(step())
         step_ms.append((time.perf_counter() - start) * 1e3)
     dist.barrier()
-    after = sent_bytes()
-    means = torch.stack(losses).double()
-    dist.all_reduce(means)
-    sent_mb = None if sent is None or after is None else (after - sent) / args.steps / 1e6
-    return (means / dist.get_world_size()).tolist(), step_ms, sent_mb
-
-
-def sent_bytes() -> int | None:
-    """Bytes this host has sent on the interface named by TB_IFNAME, if it is set."""
-    name = os.environ.get("TB_IFNAME")
-    if not name:
-        return None
-    return int(Path(f"/sys/class/net/{name}/statistics/tx_bytes").read_text())
+    after = nic_bytes()
+    sent_mb = None if before is None or after is None else (after[0] - before[0]) / args.steps / 1e6
+    return mean_over_ranks(losses), step_ms, sent_mb
 
 
 def run_dense(args: argparse.Namespace, num_features: int, num_dense: int) -> list[float]:

@@ -21,11 +21,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runtime": {"comm", "storage", "nn", "optim"},
     "models": {"nn"},
     "data": set(),
-    "train": {"planners", "cost", "runtime", "comm", "storage", "models", "nn", "data", "optim"},
+    "lab": set(),
+    "train": {
+        *("planners", "cost", "runtime", "comm", "storage", "models", "nn", "data", "optim", "lab"),
+    },
     "recipes": {"train", "data"},
-    "cli": {"train", "planners", "cost", "comm", "data", "models", "nn"},
+    "cli": {"train", "planners", "cost", "comm", "data", "models", "nn", "lab"},
 }
-NO_PROCESS_GROUPS = {*WORDS, "cost", "planners", "nn", "optim", "models", "data", "storage"}
+NO_PROCESS_GROUPS = {*WORDS, "cost", "planners", "nn", "optim", "models", "data", "storage", "lab"}
 MAX_LINES = 400
 
 

@@ -279,7 +279,14 @@ def test_a_trial_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def all_ok(**changes: Any) -> list[Finding]:
-    names = [*doctor._NEEDED, "host name", "nccl", "CUDA devices", *doctor._EXTRAS]
+    names = [
+        *doctor._NEEDED,
+        "host name",
+        "nccl",
+        "CUDA devices",
+        *doctor._EXTRAS,
+        "emulated hosts",
+    ]
     oks = dict.fromkeys(names, True) | {k.replace("_", " "): v for k, v in changes.items()}
     return [Finding(name=n, value="found", ok=ok) for n, ok in oks.items()]
 
@@ -289,12 +296,13 @@ def works(findings: list[Finding]) -> list[bool]:
 
 
 def test_features_follow_from_findings() -> None:
-    assert works(all_ok()) == [True] * 7
-    assert works(all_ok(two_ranks=False)) == [True, False, False, True, True, True, True]
-    assert works(all_ok(host_name=None)) == [True, True, False, True, True, True, True]
-    assert works(all_ok(nccl=None)) == [True, True, True, False, True, True, True]
-    assert works(all_ok(pyarrow=None)) == [True, True, True, True, True, False, True]
-    assert works(all_ok(memory=None)) == [True] * 7, "unknown is not missing"
+    assert works(all_ok()) == [True] * 8
+    assert works(all_ok(two_ranks=False)) == [True, False, False, True, True, True, True, True]
+    assert works(all_ok(host_name=None)) == [True, True, False, True, True, True, True, True]
+    assert works(all_ok(nccl=None)) == [True, True, True, False, True, True, True, True]
+    assert works(all_ok(pyarrow=None)) == [True, True, True, True, True, False, True, True]
+    assert works(all_ok(memory=None)) == [True] * 8, "unknown is not missing"
+    assert works(all_ok(emulated_hosts=None)) == [True] * 7 + [False]
     assert features(all_ok(pyarrow=None))[5].reason == "pyarrow: found"
     assert features([])[0].reason == "torch: unknown; memory: unknown"
 
@@ -358,4 +366,5 @@ def test_a_real_run_finds_that_training_works_here() -> None:
     }
     assert by_name["torch"]["value"].startswith("2.")
     assert {"cores", "memory", "gloo", "nccl", "host name", "C compiler"} <= set(by_name)
+    assert by_name["emulated hosts"]["value"] in ("yes", "no")
     assert {"name", "works", "reason"} == set(found["features"][0])

@@ -7,7 +7,8 @@
     ├── PlanError         a plan is not valid, or not for this model and mesh (also a ValueError)
     │   └── NotExecutable a valid plan that this version's runtime cannot run yet
     ├── StepError         forward, backward and step were called in an order that has no meaning
-    └── PeerError         another rank failed, left or went silent (also a RuntimeError)
+    ├── PeerError         another rank failed, left or went silent (also a RuntimeError)
+    └── LabError          making or removing the hosts of a lab failed (also a RuntimeError)
 """
 
 import difflib
@@ -15,6 +16,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "InputError",
+    "LabError",
     "NotExecutable",
     "PeerError",
     "PlanError",
@@ -47,6 +49,10 @@ class StepError(RowmeshError, RuntimeError):
 
 class PeerError(RowmeshError, RuntimeError):
     """Another rank failed, left or did not answer; the message is that rank's sentence."""
+
+
+class LabError(RowmeshError, RuntimeError):
+    """Making or removing the hosts of a lab failed; the message names the command."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -1,9 +1,10 @@
-"""The command line: `rowmesh train`, `verify`, `plan`, `calibrate`, `doctor`. A command a file."""
+"""The command line of rowmesh, a command a file."""
 
 import typer
 
 from rowmesh.cli.calibrate import calibrate_command
 from rowmesh.cli.doctor import doctor_command
+from rowmesh.cli.lab import lab_app
 from rowmesh.cli.plan import plan_app
 from rowmesh.cli.train import train_command
 from rowmesh.cli.verify import verify_command
@@ -22,6 +23,7 @@ app.command("train")(train_command)
 app.command("verify")(verify_command)
 app.add_typer(plan_app, name="plan", help="Print the plan for a cluster; compare two plans.")
 app.command("calibrate")(calibrate_command)
+app.add_typer(lab_app, name="lab", help="Emulated hosts on this machine: run, check, clean up.")
 app.command("doctor")(doctor_command)
 
 

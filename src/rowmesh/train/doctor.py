@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from rowmesh.lab import check_permitted
 from rowmesh.train.hardware import (
     ROOT,
     Finding,
@@ -61,6 +62,7 @@ def examine(root: Path = ROOT, *, trial_timeout_s: float = 60.0) -> Iterator[Fin
     yield from _check_backends()
     yield from (check_extra(package) for package in _EXTRAS)
     yield check_compiler()
+    yield check_lab()
     yield check_trial(timeout_s=trial_timeout_s)
 
 
@@ -86,6 +88,13 @@ def check_extra(package: str) -> Finding:
     return Finding(name=package, value=version, ok=True, advice=f"for {purpose}")
 
 
+def check_lab() -> Finding:
+    """Whether hosts can be emulated here, tried by making one; or what it takes."""
+    reason = check_permitted()
+    value, ok = ("yes", True) if reason is None else ("no", None)
+    return Finding(name="emulated hosts", value=value, ok=ok, advice=reason or "for rowmesh lab")
+
+
 def can_train(findings: Sequence[Finding]) -> bool:
     """Whether nothing that training on CPU needs is missing; what is unknown counts as there."""
     return all(f.ok is not False for f in findings if f.name in _NEEDED)
@@ -107,4 +116,5 @@ def features(findings: Sequence[Finding]) -> list[Feature]:
         feature("train on several hosts, CPU", *_NEEDED, "host name"),
         feature("train on GPUs (not yet tried by the authors)", "nccl", "CUDA devices"),
         *(feature(purpose, package) for package, (_, purpose) in _EXTRAS.items()),
+        feature("emulate hosts with links of a chosen rate", "emulated hosts"),
     ]

@@ -1,0 +1,79 @@
+"""What bench_dlrm.py should send and take: bytes by `rm.predict`, milliseconds by a calibration."""
+
+import argparse
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+import rowmesh as rm
+from rowmesh.cost import load_calibration
+from rowmesh.data.synthetic import SyntheticClicks
+from rowmesh.train.calibrate.dense import count_dense
+from rowmesh.train.config import RunConfig
+from rowmesh.train.forecast import forecast_step
+from rowmesh.train.model import ModelConfig
+
+__all__ = ["Foretold", "count_accesses", "forecast_ms", "pairs"]
+
+Bytes = Counter[tuple[str, str]]
+"""By edge and link."""
+
+
+class Foretold:
+    """The bytes of this rank in a step on each batch.
+
+    Collective:
+        All ranks: each predicts some of the batches.
+    """
+
+    def __init__(self, clicks: SyntheticClicks, plan: rm.Plan, mesh: rm.Mesh, count: int) -> None:
+        mine = {}
+        for number in range(mesh.rank, count, mesh.world):
+            batches = [clicks.batch_at(r, number).sparse_features for r in range(mesh.world)]
+            mine[number] = rm.predict(plan, batches)
+        found: dict[int, Any] = {}
+        for part in mesh.gather_objects(mine):
+            found |= part
+        self._of_batch = [pairs(found[number][mesh.rank]) for number in range(count)]
+
+    def over(self, first: int, count: int) -> Bytes:
+        """In ``count`` steps, the first of which is number ``first``; batches go round."""
+        total: Bytes = Counter()
+        for number in range(first, first + count):
+            total += self._of_batch[number % len(self._of_batch)]
+        return total
+
+
+def pairs(ledger: dict[str, dict[str, int]]) -> Bytes:
+    """One number for each edge and link."""
+    return Counter({(edge, at): n for edge, links in ledger.items() for at, n in links.items()})
+
+
+def count_accesses(clicks: SyntheticClicks, dim: int) -> rm.Stats:
+    """Of four batches of rank 0."""
+    sample = [clicks.batch_at(0, i).sparse_features for i in range(4)]
+    return rm.Stats.from_batches(clicks.tables(dim), sample)
+
+
+def forecast_ms(
+    args: argparse.Namespace, clicks: SyntheticClicks, plan: rm.Plan
+) -> dict[str, float] | None:
+    """What a step should take, by parts, if --topology says how fast the machine is."""
+    if args.topology is None:
+        return None
+    *bottom, _ = (int(word) for word in args.bottom.split(","))
+    *top, _ = (int(word) for word in args.top.split(","))
+    layers = ModelConfig(dim=args.dim, dense_layers=tuple(bottom), over_layers=tuple(top))
+    config = RunConfig(data=clicks, model=layers)
+    flops, parameters = count_dense(config, clicks.batch_at(0, 0))
+    time = forecast_step(
+        plan,
+        count_accesses(clicks, args.dim),
+        load_calibration(args.topology),
+        flops=flops,
+        parameters=parameters,
+    )
+    if time is None:
+        return None
+    parts = {key.removesuffix("_s"): round(1e3 * s, 2) for key, s in asdict(time).items()}
+    return {"total": round(1e3 * time.total_s, 2), **parts}

@@ -1,0 +1,169 @@
+"""rowmesh beside TorchRec on emulated hosts, shape by shape, with the floor of each.
+
+::
+
+    python benchmarks/race.py --out benchmarks/reports/race_cpu2_DATE
+
+TorchRec is set up in an environment of its own, once. A shape is stored in OUT/ as soon as it is
+done and is not run again unless --again; OUT.md, OUT.json and OUT.svg are made from all that are
+stored. Flags that are not the race's go to both scripts. Needs root and iproute2 for shapes of
+several hosts. Run nothing else meanwhile. Exit code 1 if a shape was refused.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import itertools
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from racing.judge import refusal
+from racing.peer import TORCHREC, default_folder, ensure
+from racing.report import write_report
+from racing.session import Settings, run_group
+from racing.shapes import ALL, Shape, parse_shapes
+from racing.stored import is_stored, store, stored_files
+
+from rowmesh.errors import InputError
+from rowmesh.lab import check_permitted
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def main() -> None:
+    """Run what is not stored yet, then report."""
+    args, flags = parse_args()
+    try:
+        shapes = parse_shapes(args.shapes, pooling=args.pooling, alpha=args.alpha)
+        check(args, shapes)
+        session = describe_session(args, flags)
+        todo = [s for s in shapes if args.again or not is_stored(args.out, s, session)]
+        peer = ensure(args.peer_env) if todo else ""
+    except InputError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    print(f"{len(todo)} of {len(shapes)} shapes to run beside TorchRec {TORCHREC}", flush=True)
+    settings = Settings(**session["settings"], peer=peer)
+    run(todo, settings, session=session, out=args.out)
+    results = [json.loads(path.read_text()) for path in stored_files(args.out)]
+    write_report(results, args.out)
+    print(f"{args.out}.md")
+    sys.exit(1 if any("refused" in result for result in results) else 0)
+
+
+def parse_args() -> tuple[argparse.Namespace, list[str]]:
+    """The race's flags and those of both scripts."""
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
+    )
+    p.add_argument("--out", type=Path, required=True, help="path of the report without a suffix")
+    p.add_argument("--shapes", default=ALL, help=f"default {ALL}")
+    p.add_argument("--pooling", default="1,20")
+    p.add_argument("--alpha", default="1.05,1.2")
+    p.add_argument("--rounds", type=int, default=6, help="six give an interval of 97 %%")
+    p.add_argument("--steps", type=int, default=6, help="of a round; the first is left out")
+    p.add_argument("--trial-steps", type=int, default=3)
+    p.add_argument("--peer-env", type=Path, default=default_folder(), help="TorchRec's environment")
+    p.add_argument("--again", action="store_true", help="also shapes that are stored")
+    p.add_argument("--cap", type=float, default=2e5, help="most rows of a table")
+    p.add_argument("--dim", type=int, default=64)
+    p.add_argument("--batch", type=int, default=2048, help="samples per rank")
+    p.add_argument("--bottom", default="512,256,64")
+    p.add_argument("--top", default="512,512,256,1")
+    return p.parse_known_args()
+
+
+def check(args: argparse.Namespace, shapes: list[Shape]) -> None:
+    """What can be known to be wrong before anything starts.
+
+    Raises:
+        InputError: Naming it.
+    """
+    for name, least in (("rounds", 2), ("steps", 2), ("trial_steps", 2)):
+        if getattr(args, name) < least:
+            raise InputError(f"--{name.replace('_', '-')} must be at least {least}")
+    reason = check_permitted() if any(s.hosts > 1 for s in shapes) else None
+    if reason is not None:
+        raise InputError(f"{reason}; or race --shapes 1x2, which needs no permission")
+
+
+def describe_session(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
+    """What ran, where and of which code; stored with every shape."""
+    given = {field.name for field in dataclasses.fields(Settings)} & set(vars(args))
+    hidden = {"--out", "--peer-env"}  # paths of this machine
+    words = [w for w in sys.argv[1:] if w.split("=")[0] not in hidden]
+    words = [w for w in words if w not in (str(args.out), str(args.peer_env))]
+    commit = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    found = subprocess.run(commit, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    return {
+        "settings": {name: getattr(args, name) for name in sorted(given)} | {"flags": flags},
+        "commit": found.stdout.strip() or None,
+        "code": code_hash(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "machine": f"{platform.machine()}, {cpu_name()}, {os.cpu_count()} cores",
+        "command": shlex.join(["python", "benchmarks/race.py", "--out", args.out.name, *words]),
+    }
+
+
+def code_hash() -> str:
+    """Of the package and the benchmarks as they are, so that a commit of a page changes nothing."""
+    digest = hashlib.sha256()
+    folders = [REPOSITORY / name for name in ("src", "benchmarks")]
+    for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
+        digest.update(f"{path.relative_to(REPOSITORY)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def cpu_name() -> str:
+    """As Linux has it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return "unknown"
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, "unknown")
+
+
+def run(todo: list[Shape], settings: Settings, *, session: dict[str, Any], out: Path) -> None:
+    """Group after group; a shape is stored, good or refused, as soon as that is known."""
+    started, done = time.monotonic(), 0
+    out.mkdir(parents=True, exist_ok=True)
+    for _, group in itertools.groupby(todo, key=lambda shape: shape.group):
+        left = list(group)
+        try:
+            for shape, result in run_group(list(left), settings, say):
+                reason = refusal(result)
+                given = {"refused": reason} if reason else {}
+                store(out, shape, result | given, session=session)
+                left.remove(shape)
+                done += 1
+                say(f"{shape.name}: {reason or 'done'}; {remaining(started, done, len(todo))}")
+        except (RuntimeError, InputError) as error:
+            for shape in left:
+                say(f"{shape.name}: refused: {error}")
+                store(out, shape, {"refused": str(error)}, session=session)
+            done += len(left)
+
+
+def remaining(started: float, done: int, total: int) -> str:
+    """An estimate from the shapes so far."""
+    minutes = (time.monotonic() - started) / 60
+    left = minutes / done * (total - done)
+    return f"{done} of {total} shapes in {minutes:.0f} min, about {left:.0f} min left"
+
+
+def say(line: str) -> None:
+    """A line of progress."""
+    print(f"{datetime.now(UTC):%H:%M:%S} {line}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

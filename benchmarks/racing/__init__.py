@@ -1,0 +1,1 @@
+"""The parts of `race.py`: gates, contestants, judge, floor, report."""

@@ -1,0 +1,178 @@
+"""Who takes part: settings of both libraries, each a torchrun of its own that waits at a gate."""
+
+import functools
+import shlex
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rowmesh.lab import Lab, Run
+
+from .gates import Gatekeeper
+
+__all__ = ["OURS", "OURS_LOSSY", "THEIRS", "Contestant", "Entry", "Place", "lossy"]
+
+HERE = Path(__file__).resolve().parent.parent
+START_S, STEP_S = 400.0, 60.0  # longest start with its warm-up, longest step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """A setting that may run: ``role`` is ours, theirs, ours_lossy or theirs_lossy."""
+
+    role: str
+    name: str
+    flags: tuple[str, ...]
+
+    @property
+    def is_ours(self) -> bool:
+        """rowmesh, not TorchRec."""
+        return self.role.startswith("ours")
+
+    @property
+    def script(self) -> Path:
+        """What its ranks run."""
+        return HERE / ("bench_dlrm.py" if self.is_ours else "peer_torchrec.py")
+
+
+def _ours(name: str, *flags: str) -> Entry:
+    return Entry(role="ours", name=name, flags=flags)
+
+
+def _theirs(name: str, *flags: str, role: str = "theirs") -> Entry:
+    return Entry(role=role, name=name, flags=(*flags, "--pipeline", "sparse_dist"))
+
+
+OURS = (
+    _ours("auto", "--plan", "auto"),
+    _ours("table-wise", "--plan", "table_wise", "--exchange", "auto"),
+    _ours("row-wise", "--plan", "row_wise", "--exchange", "auto"),
+)
+OURS_LOSSY: tuple[Entry, ...] = ()  # rowmesh has no codec yet
+THEIRS = (
+    _theirs("table-wise", "--sharding", "table_wise"),
+    _theirs("planner", "--sharding", "planner"),
+)
+
+
+def lossy(exact: Entry) -> tuple[Entry, ...]:
+    """TorchRec's lossy settings with the sharding of its best exact one."""
+    return tuple(
+        Entry(
+            role="theirs_lossy",
+            name=f"{exact.name} {precision}",
+            flags=(*exact.flags, "--qcomm", precision),
+        )
+        for precision in ("fp16", "int8")
+    )
+
+
+class Contestant:
+    """An entry that has been started and warmed up. `Place.start` makes it."""
+
+    def __init__(
+        self, entry: Entry, *, launch: Callable[[list[str]], Run], flags: list[str], folder: Path
+    ) -> None:
+        self.entry, self._flags = entry, [*entry.flags, *flags]
+        self._gate = Gatekeeper(folder, failure=self._failure)
+        self._run = launch([str(entry.script), *self._flags, "--gate", str(folder)])
+        self.ready: dict[str, Any] = {}
+
+    def _failure(self) -> str | None:
+        code = self._run.poll()
+        if code is None:
+            return None
+        return f"{self.label} ended with code {code}: {self._run.failure()}"
+
+    @property
+    def label(self) -> str:
+        """As progress lines name it."""
+        return f"{'rowmesh' if self.entry.is_ours else 'TorchRec'} {self.entry.name}"
+
+    def wait_ready(self) -> None:
+        """Wait for the end of the warm-up."""
+        self.ready = self._ask(None, steps=0, timeout_s=START_S)
+
+    def steps(self, count: int) -> dict[str, Any]:
+        """Open the gate for ``count`` steps."""
+        found: dict[str, Any] = self._ask("steps", steps=count, timeout_s=60 + STEP_S * count)
+        return found
+
+    def dense(self, count: int) -> dict[str, float]:
+        """Open the gate for dense steps (ours only)."""
+        found: dict[str, float] = self._ask("dense", steps=count, timeout_s=60 + STEP_S * count)
+        return found
+
+    def _ask(self, do: str | None, *, steps: int, timeout_s: float) -> Any:
+        try:
+            if do is None:
+                return self._gate.answer(timeout_s)
+            return self._gate.open(do, steps=steps, timeout_s=timeout_s)
+        except TimeoutError as error:
+            raise RuntimeError(f"{self.label}: {error}") from None
+
+    def stop(self) -> None:
+        """Let it leave by itself, else end it."""
+        self._gate.send("stop")
+        self._run.wait(timeout=15)
+
+    def describe(self) -> dict[str, Any]:
+        """For the JSON report; paths of this machine are left out."""
+        words = ["torchrun", f"benchmarks/{self.entry.script.name}", *self._flags]
+        return {"name": self.entry.name, "command": shlex.join(words), **self.ready}
+
+
+class Place:
+    """The hosts of one layout, with what has been started on them; a context manager.
+
+    Args:
+        hosts: Number of hosts; 1 is this machine's loopback, unshaped and without permission.
+        local: Ranks a host.
+        flags: Of both scripts.
+        peer: TorchRec's interpreter.
+    """
+
+    def __init__(self, hosts: int, local: int, *, flags: Iterable[str], peer: str) -> None:
+        self.hosts, self.local, self.flags, self.peer = hosts, local, list(flags), peer
+        self.lab = Lab(hosts, loopback=hosts == 1)
+        self.alive: dict[Entry, Contestant] = {}
+
+    def __enter__(self) -> "Place":
+        self.lab.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.lab.close()
+
+    def set_rate(self, rate: str | None) -> None:
+        """Of all links from now on."""
+        if self.hosts > 1:
+            self.lab.set_rate(rate)
+
+    def start(self, entry: Entry) -> Contestant:
+        """The entry, started and warmed up if it is not alive yet, with unshaped links meanwhile.
+
+        One at a time: the start is bound by the cores, and links do not change losses.
+        """
+        if entry not in self.alive:
+            self.set_rate(None)
+            name = f"{entry.role}-{entry.name}".replace(" ", "-")
+            folder = self.lab.tag.folder / "gates" / name  # goes with the lab, whatever happens
+            launch = functools.partial(
+                self.lab.launch,
+                ranks_per_host=self.local,
+                python=sys.executable if entry.is_ours else self.peer,
+                env={"PYTHONPATH": str(HERE.parent / "src")},
+            )
+            contestant = Contestant(entry, launch=launch, flags=self.flags, folder=folder)
+            contestant.wait_ready()
+            self.alive[entry] = contestant
+        return self.alive[entry]
+
+    def keep(self, entries: Iterable[Entry]) -> None:
+        """Stop all others."""
+        kept = set(entries)
+        for entry in [e for e in self.alive if e not in kept]:
+            self.alive.pop(entry).stop()

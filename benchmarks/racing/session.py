@@ -1,0 +1,199 @@
+"""One sitting: the shapes of one group, in processes that are started once.
+
+Trials choose, rounds count. In a trial every candidate runs once at each rate; the fastest of a
+role takes part in the rounds of that rate. In a round every contestant of the shape runs once, the
+order turning by one from round to round, so that a drift of the machine meets all alike.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from rowmesh.data.synthetic import SyntheticClicks
+
+from .contestants import OURS, OURS_LOSSY, THEIRS, Entry, Place, lossy
+from .floor import Bytes, count_bytes, dense_parameters, floor
+from .judge import round_ms
+from .shapes import Shape
+
+__all__ = ["Settings", "run_group"]
+
+IDLE_S = 1.0
+DENSE_STEPS = 4
+FLOOR_BATCHES = 10  # what the scripts go round in
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Of the race: rounds, steps a round, steps of a trial; and the model both train."""
+
+    rounds: int
+    steps: int
+    trial_steps: int
+    cap: float
+    dim: int
+    batch: int
+    bottom: str
+    top: str
+    flags: tuple[str, ...]
+    peer: str
+
+    def script_flags(self, shape: Shape) -> list[str]:
+        """For both scripts. Ten warm-up steps at a rate that trains: their losses are compared."""
+        given = {
+            "cap": f"{self.cap:g}",
+            "dim": self.dim,
+            "batch": self.batch,
+            "bottom": self.bottom,
+            "top": self.top,
+            "pooling": shape.pooling,
+            "alpha": shape.alpha,
+            "lr": 0.01,
+            "warmup": 10,
+        }
+        words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+        return [*words, *self.flags]
+
+
+def run_group(
+    shapes: list[Shape], settings: Settings, say: Callable[[str], None]
+) -> Iterator[tuple[Shape, dict[str, Any]]]:
+    """Results of shapes that differ only by the rate, each as soon as it is there.
+
+    Raises:
+        RuntimeError: If a contestant dies, with its name and last lines, or does not answer.
+    """
+    first = shapes[0]
+    flags = settings.script_flags(first)
+    with Place(first.hosts, first.local, flags=flags, peer=settings.peer) as place:
+        trial = functools.partial(_trial, place, settings=settings, say=say)
+        tried = {shape: trial(shape, (*OURS, *THEIRS)) for shape in shapes}
+        best = {s: [_fastest(tried[s], role) for role in ("ours", "theirs")] for s in shapes}
+        place.keep({entry for entries in best.values() for entry in entries})
+        extra = {shape: (*OURS_LOSSY, *lossy(entries[1])) for shape, entries in best.items()}
+        for shape in shapes:
+            tried[shape] |= trial(shape, extra[shape])
+            roles = dict.fromkeys(entry.role for entry in extra[shape])
+            best[shape] += [_fastest(tried[shape], role) for role in roles]
+        place.keep({entry for entries in best.values() for entry in entries})
+        least = _least(first, settings)
+        for shape in shapes:
+            result = _rounds(place, shape, best[shape], settings=settings, say=say)
+            trials = [
+                {"role": e.role, "name": e.name, "ms": round_ms(found["ms"]), "steps": found["ms"]}
+                for e, found in tried[shape].items()
+            ]
+            yield shape, {**result, "trials": trials} | _floor(shape, least, result["rounds"])
+
+
+def _trial(
+    place: Place,
+    shape: Shape,
+    entries: tuple[Entry, ...],
+    *,
+    settings: Settings,
+    say: Callable[[str], None],
+) -> dict[Entry, dict[str, Any]]:
+    """Steps of every entry, once."""
+    for entry in entries:
+        if entry not in place.alive:
+            started = time.monotonic()
+            label = place.start(entry).label
+            say(f"{shape.name}: {label} ready after {time.monotonic() - started:.0f} s")
+    place.set_rate(shape.rate)
+    found = {entry: place.alive[entry].steps(settings.trial_steps) for entry in entries}
+    for entry, answer in found.items():
+        say(f"{shape.name}: trial of {place.alive[entry].label}: {round_ms(answer['ms']):.0f} ms")
+    return found
+
+
+def _fastest(tried: dict[Entry, dict[str, Any]], role: str) -> Entry:
+    return min((e for e in tried if e.role == role), key=lambda e: round_ms(tried[e]["ms"]))
+
+
+def _rounds(
+    place: Place,
+    shape: Shape,
+    entries: list[Entry],
+    *,
+    settings: Settings,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """The rounds, with a dense step of ours at a gate of its own in each."""
+    contestants = {entry.role: place.alive[entry] for entry in entries}
+    place.set_rate(shape.rate)
+    idle = _idle_bytes(place)
+    rounds: list[dict[str, Any]] = []
+    for number in range(settings.rounds):
+        order = _turned(list(contestants), number)
+        found: dict[str, Any] = {"order": order}
+        for role in order:
+            found[role] = contestants[role].steps(settings.steps)
+        found["dense"] = contestants["ours"].dense(DENSE_STEPS)
+        rounds.append(found)
+        times = ", ".join(f"{role} {round_ms(found[role]['ms']):.0f}" for role in contestants)
+        say(f"{shape.name}: round {number + 1} of {settings.rounds}: {times} ms")
+    return {
+        "shape": dataclasses.asdict(shape),
+        "batch": settings.batch,
+        "entries": {role: c.describe() for role, c in contestants.items()},
+        "rounds": rounds,
+        "idle_bytes_s": idle,
+    }
+
+
+def _turned(names: list[str], number: int) -> list[str]:
+    cut = number % len(names)
+    return names[cut:] + names[:cut]
+
+
+def _idle_bytes(place: Place) -> list[float]:
+    """Bytes a second that each host sends while all contestants wait."""
+    before = place.lab.counters()
+    time.sleep(IDLE_S)
+    after = place.lab.counters()
+    return [(b.sent - a.sent) / IDLE_S for a, b in zip(before, after, strict=True)]
+
+
+def _least(shape: Shape, settings: Settings) -> Bytes:
+    """Least bytes of the group, from the ids of the first batches."""
+    clicks = SyntheticClicks(
+        cap=int(settings.cap),
+        alpha=shape.alpha,
+        pooling=shape.pooling,
+        batch_size=settings.batch,
+        labels="coin",
+    )
+    tables = len(clicks.num_rows)
+    size = (tables, settings.batch, shape.pooling)
+    steps = [
+        [
+            list(np.reshape(clicks.batch_at(rank, step).sparse_features.values().numpy(), size))
+            for rank in range(shape.hosts * shape.local)
+        ]
+        for step in range(FLOOR_BATCHES)
+    ]
+    steps.append(steps[0])
+    bottom, top = ([int(n) for n in text.split(",")] for text in (settings.bottom, settings.top))
+    parameters = dense_parameters(bottom, top, features=tables, inputs=clicks.num_dense)
+    return count_bytes(
+        steps, rows=clicks.num_rows, hosts=shape.hosts, dim=settings.dim, parameters=parameters
+    )
+
+
+def _floor(shape: Shape, least: Bytes, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    dense, fwd, bwd = (median(r["dense"][k] for r in rounds) for k in ("ms", "fwd", "bwd"))
+    found = floor(
+        least,
+        hosts=shape.hosts,
+        bytes_per_s=shape.bytes_per_s,
+        dense_ms=dense,
+        fwd=fwd,
+        bwd=bwd,
+    )
+    return {"least": dataclasses.asdict(least), "floor": dataclasses.asdict(found)}
