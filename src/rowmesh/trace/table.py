@@ -22,8 +22,10 @@ def _head(summary: Summary) -> str:
     first, last, num = summary.steps[0], summary.steps[-1], len(summary.steps)
     where = f"{summary.ranks} ranks" if summary.ranks > 1 else "1 rank"
     where += f" on {summary.hosts} hosts" if summary.hosts > 1 else ""
-    lines = [f"trace of steps {first} to {last} on {where}; ms a step: median of {num} steps,"]
-    lines.append("mean of ranks, so rows need not add up to the last digit")
+    lines = [
+        f"trace of steps {first} to {last} on {where}",
+        f"ms a step: median of {num} steps, mean of ranks; only in a single step do rows add up",
+    ]
     if summary.is_full:
         lines.append("a rank had too many events: later steps were not recorded")
     return "\n".join(lines)
