@@ -83,8 +83,10 @@ def main() -> None:
 
     def step(number: int) -> Tensor:
         batch = batches[number % len(batches)]
-        loss = mesh.mean(model(batch))
-        loss.backward()
+        with mesh.trace.phase("dense forward"):
+            loss = mesh.mean(model(batch))
+        with mesh.trace.phase("backward"):
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
@@ -122,6 +124,7 @@ def main() -> None:
         ),
         "bytes_are_exact": all(mesh.gather_objects(foretold == pairs(sent))),
         "predicted_ms": forecast_ms(args, clicks, plan),
+        "trace": tracing.summary.to_dict() if tracing and tracing.summary else None,
         "plan": summary(plan),
         "plan_s": round(plan_s, 3),
         "exactness": plan.exactness.value,
