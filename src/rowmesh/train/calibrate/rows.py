@@ -24,8 +24,8 @@ from rowmesh.train.calibrate.clock import now
 __all__ = ["BATCHES", "fit_costs", "measure_rows"]
 
 _TABLES, _ROWS, _POOLING = 16, 40_000, 8
-BATCHES: Final = (64, 1024)
-_REPEATS: Final = 4
+BATCHES: Final = (256, 4096)
+_REPEATS: Final = 3
 
 
 def measure_rows(
