@@ -69,14 +69,14 @@ def parse_args() -> argparse.Namespace:
 def run_shape(shape: Shape, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Forecast and measured milliseconds of every plan."""
     with tempfile.TemporaryDirectory() as folder:
-        topology = str(Path(folder) / "topology.json")
+        topology = Path(folder) / "topology.json"
         flags = shlex.split(
             f"--topology {topology} --pooling {shape.pooling} --alpha {shape.alpha} --warmup 3 "
             f"--cap {args.cap} --dim {args.dim} --batch {args.batch}"
         )
         with Place(shape.hosts, shape.local, flags=flags, peer="") as place:
             place.set_rate(shape.rate)
-            calibrate(place, topology, args)
+            place.calibrate(topology, model_settings(args))
             entries = [Entry(role="ours", name=n, flags=f) for n, f in PLANS.items()]
             for entry in entries:
                 place.start(entry)
@@ -90,7 +90,7 @@ def run_shape(shape: Shape, args: argparse.Namespace) -> list[dict[str, Any]]:
         {
             "shape": shape.name,
             "plan": name,
-            "forecast": ready[name]["predicted_ms"],
+            "forecast": ready[name]["predicted_ms"]["topology"],
             "measured_ms": [round(round_ms(r[name]["ms"]), 2) for r in rounds],
             "bytes_are_exact": all(r[name]["bytes_are_exact"] for r in rounds),
         }
@@ -98,19 +98,14 @@ def run_shape(shape: Shape, args: argparse.Namespace) -> list[dict[str, Any]]:
     ]
 
 
-def calibrate(place: Place, topology: str, args: argparse.Namespace) -> None:
-    """`rowmesh calibrate` of the model that is run, on these hosts."""
-    settings = [
+def model_settings(args: argparse.Namespace) -> list[str]:
+    """The model that bench_dlrm.py trains by default, in the words of a recipe."""
+    return [
         f"data.batch_size={args.batch}",
         f"model.dim={args.dim}",
         "model.dense_layers=[512,256]",
         "model.over_layers=[512,512,256]",
     ]
-    words = ["calibrate", "demo", "--out", topology]
-    words += [word for setting in settings for word in ("--set", setting)]
-    run = place.lab.launch(["-m", "rowmesh.cli", *words], ranks_per_host=place.local)
-    if run.wait(timeout=300) != 0:
-        sys.exit(f"calibrate failed: {run.failure()}")
 
 
 def error(row: dict[str, Any]) -> float:

@@ -146,7 +146,12 @@ def parse_args() -> argparse.Namespace:
     p.add_argument("--plan", default="auto", help="auto, table_wise, row_wise, data_parallel, FILE")
     p.add_argument("--exchange", default="auto", choices=["auto", "rows", "pooled"])
     p.add_argument("--no-dedup", action="store_true", help="ask for every id, not every distinct")
-    p.add_argument("--topology", help="speeds by rowmesh calibrate, for planner and forecast")
+    p.add_argument(
+        "--topology",
+        action="append",
+        metavar="FILE",
+        help="speeds by rowmesh calibrate: a forecast for each, a plan for the first",
+    )
     p.add_argument("--show-plan", action="store_true", help="print the plan first")
     p.add_argument("--cap", type=float, default=1e6, help="most rows of a table")
     p.add_argument("--dim", type=int, default=64)
@@ -181,8 +186,8 @@ def choose_plan(
     if Path(args.plan).suffix == ".json":
         return load_plan(args.plan)
     rates = None
-    if args.topology is not None:
-        rates = load_calibration(args.topology, topology=mesh.topology).rates
+    if args.topology:
+        rates = load_calibration(args.topology[0], topology=mesh.topology).rates
     return rm.make_plan(
         model,
         mesh.topology,

@@ -3,6 +3,7 @@
 import argparse
 from collections import Counter
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import rowmesh as rm
@@ -57,23 +58,20 @@ def count_accesses(clicks: SyntheticClicks, dim: int) -> rm.Stats:
 
 def forecast_ms(
     args: argparse.Namespace, clicks: SyntheticClicks, plan: rm.Plan
-) -> dict[str, float] | None:
-    """What a step should take, by parts, if --topology says how fast the machine is."""
-    if args.topology is None:
-        return None
+) -> dict[str, dict[str, float]]:
+    """What a step should take, by parts, for each --topology, by the name of its file."""
+    if not args.topology:
+        return {}
     *bottom, _ = (int(word) for word in args.bottom.split(","))
     *top, _ = (int(word) for word in args.top.split(","))
     layers = ModelConfig(dim=args.dim, dense_layers=tuple(bottom), over_layers=tuple(top))
     config = RunConfig(data=clicks, model=layers)
     flops, parameters = count_dense(config, clicks.batch_at(0, 0))
-    time = forecast_step(
-        plan,
-        count_accesses(clicks, args.dim),
-        load_calibration(args.topology),
-        flops=flops,
-        parameters=parameters,
-    )
-    if time is None:
-        return None
-    parts = {key.removesuffix("_s"): round(1e3 * s, 2) for key, s in asdict(time).items()}
-    return {"total": round(1e3 * time.total_s, 2), **parts}
+    stats, found = count_accesses(clicks, args.dim), {}
+    for path in args.topology:
+        calibration = load_calibration(path)
+        time = forecast_step(plan, stats, calibration, flops=flops, parameters=parameters)
+        if time is not None:
+            parts = {key.removesuffix("_s"): round(1e3 * s, 2) for key, s in asdict(time).items()}
+            found[Path(path).stem] = {"total": round(1e3 * time.total_s, 2), **parts}
+    return found

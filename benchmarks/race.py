@@ -51,7 +51,7 @@ def main() -> None:
         print(error, file=sys.stderr)
         sys.exit(2)
     print(f"{len(todo)} of {len(shapes)} shapes to run beside TorchRec {TORCHREC}", flush=True)
-    settings = Settings(**session["settings"], peer=peer)
+    settings = Settings(**session["settings"], peer=peer, folder=args.out.resolve())
     run(todo, settings, session=session, out=args.out)
     results = [json.loads(path.read_text()) for path in stored_files(args.out)]
     write_report(results, args.out)

@@ -22,7 +22,8 @@ from rowmesh.errors import InputError
 def round_of(ms: float, *, sent: int, ledger: int | None = None) -> dict[str, Any]:
     """Three steps of which the first is slow, on two hosts."""
     found = {"ms": [9 * ms, ms, ms], "nic": [[sent, sent], [sent, sent]]}
-    return found | ({} if ledger is None else {"ledger": [ledger, ledger]})
+    ours = {"ledger": [ledger, ledger], "bytes_are_exact": True}
+    return found | ({} if ledger is None else ours)
 
 
 def result(*, rate: str = "200mbit", rounds: int = 6, drift: float = 0.0) -> dict[str, Any]:
@@ -43,6 +44,7 @@ def result(*, rate: str = "200mbit", rounds: int = 6, drift: float = 0.0) -> dic
             for t in turns
         ],
         "floor": {"ms": 50.0, "megabytes": 0.9},
+        "forecast_ms": {"total": 104.0},
         "session": {
             "commit": "abc",
             "date": "2026-01-01",
@@ -105,6 +107,12 @@ def test_fewer_than_ten_losses_are_refused() -> None:
     assert "not 10 numbers" in str(refusal(bad))
 
 
+def test_bytes_that_were_not_predicted_are_refused() -> None:
+    bad = result()
+    bad["rounds"][3]["ours"]["bytes_are_exact"] = False
+    assert refusal(bad) == "rowmesh sent other bytes than rm.predict says"
+
+
 @pytest.mark.parametrize("ledger", [3_061_000, 2_880_000])
 def test_a_ledger_that_the_nic_contradicts_is_refused(ledger: int) -> None:
     bad = result()
@@ -133,7 +141,7 @@ def test_the_report_is_made_of_stored_results(tmp_path: Path) -> None:
     refused = {"shape": result(rate="1gbit")["shape"], "refused": reason}
     write_report([result(), refused], tmp_path / "race")
     page = (tmp_path / "race.md").read_text()
-    assert "| 2x1 200mbit p1 α1.05 | 100 [100, 100] | 200 [200, 200] | 80 [80, 80] |" in page
+    assert "| 2x1 200mbit p1 α1.05 | 100 [100, 100] | 104 | 200 [200, 200] | 80 [80, 80] |" in page
     assert "0.50 [0.50, 0.50] | 1.25 [1.25, 1.25] |" in page
     assert "no lossy setting" in page
     assert "* 2x1 1gbit p1 α1.05: TorchRec planner ended: last words\n" in page

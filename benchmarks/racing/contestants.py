@@ -12,10 +12,11 @@ from rowmesh.lab import Lab, Run
 
 from .gates import Gatekeeper
 
-__all__ = ["OURS", "OURS_LOSSY", "THEIRS", "Contestant", "Entry", "Place", "lossy"]
+__all__ = ["OURS_LOSSY", "THEIRS", "Contestant", "Entry", "Place", "lossy", "ours"]
 
 HERE = Path(__file__).resolve().parent.parent
 START_S, STEP_S = 400.0, 60.0  # longest start with its warm-up, longest step
+CALIBRATE_S = 400.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,16 +46,29 @@ def _theirs(name: str, *flags: str, role: str = "theirs") -> Entry:
     return Entry(role=role, name=name, flags=(*flags, "--pipeline", "sparse_dist"))
 
 
-OURS = (
-    _ours("auto", "--plan", "auto"),
-    _ours("table-wise", "--plan", "table_wise", "--exchange", "auto"),
-    _ours("row-wise", "--plan", "row_wise", "--exchange", "auto"),
-)
 OURS_LOSSY: tuple[Entry, ...] = ()  # rowmesh has no codec yet
 THEIRS = (
     _theirs("table-wise", "--sharding", "table_wise"),
     _theirs("planner", "--sharding", "planner"),
 )
+
+
+def ours(topologies: list[Path]) -> tuple[Entry, ...]:
+    """rowmesh's exact settings: its planner's choice for each of the links, two fixed splits."""
+    autos = []
+    for first in topologies:
+        files = sorted(topologies, key=lambda path, first=first: path != first)
+        autos.append(_ours(f"auto for {first.stem}", "--plan", "auto", *_topology_flags(files)))
+    flags = _topology_flags(topologies)
+    return (
+        *autos,
+        _ours("table-wise", "--plan", "table_wise", "--exchange", "auto", *flags),
+        _ours("row-wise", "--plan", "row_wise", "--exchange", "auto", *flags),
+    )
+
+
+def _topology_flags(files: list[Path]) -> list[str]:
+    return [word for path in files for word in ("--topology", str(path))]
 
 
 def lossy(exact: Entry) -> tuple[Entry, ...]:
@@ -120,7 +134,8 @@ class Contestant:
 
     def describe(self) -> dict[str, Any]:
         """For the JSON report; paths of this machine are left out."""
-        words = ["torchrun", f"benchmarks/{self.entry.script.name}", *self._flags]
+        flags = [Path(w).name if w.endswith(".topology") else w for w in self._flags]
+        words = ["torchrun", f"benchmarks/{self.entry.script.name}", *flags]
         return {"name": self.entry.name, "command": shlex.join(words), **self.ready}
 
 
@@ -150,6 +165,21 @@ class Place:
         """Of all links from now on."""
         if self.hosts > 1:
             self.lab.set_rate(rate)
+
+    def calibrate(self, out: Path, settings: Iterable[str]) -> None:
+        """`rowmesh calibrate` on these hosts at the present rate, of a model with these settings.
+
+        Raises:
+            RuntimeError: With its last lines, if it fails.
+        """
+        words = [word for setting in settings for word in ("--set", setting)]
+        run = self.lab.launch(
+            ["-m", "rowmesh.cli", "calibrate", "--out", str(out), *words],
+            ranks_per_host=self.local,
+            env={"PYTHONPATH": str(HERE.parent / "src")},
+        )
+        if run.wait(timeout=CALIBRATE_S) != 0:
+            raise RuntimeError(f"rowmesh calibrate failed: {run.failure()}")
 
     def start(self, entry: Entry) -> Contestant:
         """The entry, started and warmed up if it is not alive yet, with unshaped links meanwhile.

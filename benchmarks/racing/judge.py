@@ -54,7 +54,8 @@ def refusal(result: dict[str, Any]) -> str | None:
     """Why the shape must not be reported, or None.
 
     Refused are losses that differ by more than 1e-3 in the first ten steps (or are not numbers),
-    and a ledger that is not within [NIC / 1.06, NIC] on any host with a link.
+    bytes that were not predicted, and a ledger that is not within [NIC / 1.06, NIC] on any host
+    with a link.
     """
     entries = result["entries"]
     ours, theirs = (entries[role]["losses"][:NUM_LOSSES] for role in ("ours", "theirs"))
@@ -66,6 +67,8 @@ def refusal(result: dict[str, Any]) -> str | None:
             f"the first {NUM_LOSSES} losses differ by up to {gap:.2e} (limit {MAX_LOSS_GAP:.0e}): "
             f"the two do not train the same model"
         )
+    if not all(r["ours"]["bytes_are_exact"] for r in result["rounds"]):
+        return "rowmesh sent other bytes than rm.predict says"
     for host, (nic, ledger) in enumerate(_bytes_of_ours(result)):
         if nic is not None and not ledger <= nic <= MAX_NIC_SHARE * ledger:
             return (

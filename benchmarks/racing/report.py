@@ -18,6 +18,8 @@ round is left out. Ranks of all hosts share this machine's cores: compare within
 [What may be claimed from such figures](../../docs/measuring.md).
 
 * ms/step: median over rounds of the mean of a round, and the interval of the median [low, high].
+* forecast: what the cost model says of ours, from `rowmesh calibrate` on these hosts; the bytes of
+  every step were predicted exactly, or the shape would have been refused.
 * ratio: ours / theirs, paired by round, median [low, high]; below 1 rowmesh is faster.
 * MB: sent by a host's NIC, a step, the mean over hosts.
 * floor: the least time and bytes of an exact step (formula in benchmarks/racing/floor.py),
@@ -105,9 +107,11 @@ def _times(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[str]:
     names = ["rowmesh ms", "rowmesh lossy ms", "TorchRec ms", "TorchRec lossy ms"]
     shown = [c for c in columns if any(c in s for _, s in pairs)]
     heads = ["shape", *(n for c, n in zip(columns, names, strict=True) if c in shown)]
+    heads.insert(2, "forecast")
     rows = []
     for result, found in pairs:
         cells = [_range(found[c]["ms"], 0) if c in found else "" for c in shown]
+        cells.insert(1, f"{result['forecast_ms']['total']:.0f}")
         ratios = [_range(found[c]["ratio"], 2) for c in ("theirs", "theirs_lossy")]
         rows.append([label_of(result), *cells, *ratios])
     return _table([*heads, "ratio, exact", "ratio, lossy"], rows)

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from rowmesh.data.synthetic import SyntheticClicks
 
-from .contestants import OURS, OURS_LOSSY, THEIRS, Entry, Place, lossy
+from .contestants import OURS_LOSSY, THEIRS, Entry, Place, lossy, ours
 from .floor import Bytes, count_bytes, dense_parameters, floor
 from .judge import round_ms
 from .shapes import Shape
@@ -42,6 +43,7 @@ class Settings:
     top: str
     flags: tuple[str, ...]
     peer: str
+    folder: Path
 
     def script_flags(self, shape: Shape) -> list[str]:
         """For both scripts. Ten warm-up steps at a rate that trains: their losses are compared."""
@@ -59,6 +61,16 @@ class Settings:
         words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
         return [*words, *self.flags]
 
+    def model_settings(self) -> list[str]:
+        """The same model in the words of a recipe, for `rowmesh calibrate`."""
+        bottom, top = (text.rpartition(",")[0] for text in (self.bottom, self.top))
+        return [
+            f"data.batch_size={self.batch}",
+            f"model.dim={self.dim}",
+            f"model.dense_layers=[{bottom}]",
+            f"model.over_layers=[{top}]",
+        ]
+
 
 def run_group(
     shapes: list[Shape], settings: Settings, say: Callable[[str], None]
@@ -72,7 +84,8 @@ def run_group(
     flags = settings.script_flags(first)
     with Place(first.hosts, first.local, flags=flags, peer=settings.peer) as place:
         trial = functools.partial(_trial, place, settings=settings, say=say)
-        tried = {shape: trial(shape, (*OURS, *THEIRS)) for shape in shapes}
+        entries = ours([_topology(place, shape, settings, say) for shape in shapes])
+        tried = {shape: trial(shape, (*entries, *THEIRS)) for shape in shapes}
         best = {s: [_fastest(tried[s], role) for role in ("ours", "theirs")] for s in shapes}
         place.keep({entry for entries in best.values() for entry in entries})
         extra = {shape: (*OURS_LOSSY, *lossy(entries[1])) for shape, entries in best.items()}
@@ -88,7 +101,19 @@ def run_group(
                 {"role": e.role, "name": e.name, "ms": round_ms(found["ms"]), "steps": found["ms"]}
                 for e, found in tried[shape].items()
             ]
-            yield shape, {**result, "trials": trials} | _floor(shape, least, result["rounds"])
+            told = result["entries"]["ours"]["predicted_ms"][shape.layout]
+            floors = _floor(shape, least, result["rounds"])
+            yield shape, {**result, "trials": trials, "forecast_ms": told} | floors
+
+
+def _topology(place: Place, shape: Shape, settings: Settings, say: Callable[[str], None]) -> Path:
+    """What `rowmesh calibrate` says of these hosts at this rate; stored, so measured once."""
+    path = settings.folder / f"{shape.layout}.topology"
+    if not path.exists():
+        say(f"{shape.layout}: rowmesh calibrate")
+        place.set_rate(shape.rate)
+        place.calibrate(path, settings.model_settings())
+    return path
 
 
 def _trial(

@@ -23,10 +23,15 @@ class Shape:
     alpha: float
 
     @property
+    def layout(self) -> str:
+        """Hosts, ranks and rate."""
+        rate = f"_{self.rate}" if self.rate else ""
+        return f"{self.hosts}x{self.local}{rate}"
+
+    @property
     def name(self) -> str:
         """Its file's."""
-        rate = f"_{self.rate}" if self.rate else ""
-        return f"{self.hosts}x{self.local}{rate}_p{self.pooling}_a{self.alpha:g}"
+        return f"{self.layout}_p{self.pooling}_a{self.alpha:g}"
 
     @property
     def bytes_per_s(self) -> float | None:
