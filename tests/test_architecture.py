@@ -8,7 +8,17 @@ import rowmesh
 
 ROOT = Path(rowmesh.__file__).parent
 REPOSITORY = Path(__file__).parent.parent
-WORDS = {"errors", "topology", "features", "tables", "placement", "stats", "typed", "trace"}
+WORDS = {
+    "errors",
+    "topology",
+    "features",
+    "tables",
+    "placement",
+    "stats",
+    "typed",
+    "files",
+    "trace",
+}
 
 # A part may import the parts listed here, itself, and WORDS. Nothing else.
 MAY_IMPORT: dict[str, set[str]] = {

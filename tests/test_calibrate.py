@@ -294,8 +294,14 @@ def forecast_body(mesh: Mesh, file: str | None) -> Any:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["calibrate", "--out", "absent/t.json"], "absent/t.json is in absent, which is no folder"),
-        (["calibrate", "--out", "."], ". is a folder: give --out a file in a folder that exists"),
+        (
+            ["calibrate", "--out", "absent/t.json"],
+            "absent is no folder; give --out a file",
+        ),
+        (
+            ["calibrate", "--out", "."],
+            "cannot write the calibration to .: it is a folder",
+        ),
         (["calibrate", "nothing"], "nothing"),
         (["train", "--topology", "absent.json"], "cannot read absent.json: No such file"),
         (["plan", "--topology", "absent.json"], "cannot read absent.json: No such file"),

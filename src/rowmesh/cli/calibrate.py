@@ -15,7 +15,7 @@ from rowmesh.cli.terminal import Ranks, Recipe, Settings, one_sentence
 from rowmesh.comm.agreement import on_rank_0
 from rowmesh.comm.mesh import Mesh
 from rowmesh.cost import Calibration, save_calibration
-from rowmesh.errors import InputError
+from rowmesh.files import check_target
 from rowmesh.train.calibrate import calibrate
 from rowmesh.train.launch import launch
 from rowmesh.train.recipes import load_recipe
@@ -47,15 +47,10 @@ def calibrate_command(
     with one_sentence():
         name = "demo" if recipe is None else recipe
         load_recipe(name, tuple(settings or ()))  # fail before ranks start
-        _check_writable(out)
+        way_out = "give --out a file in a folder that exists"
+        check_target(out, what="the calibration", way_out=way_out)
         chosen = tuple(settings or ())
         launch(functools.partial(_calibrate_rank, name, chosen, out, as_json), ranks=ranks)
-
-
-def _check_writable(out: Path) -> None:
-    if out.is_dir() or not out.parent.is_dir():
-        reason = "is a folder" if out.is_dir() else f"is in {out.parent}, which is no folder"
-        raise InputError(f"{out} {reason}: give --out a file in a folder that exists")
 
 
 def _calibrate_rank(

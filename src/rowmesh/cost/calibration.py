@@ -13,6 +13,7 @@ from typing import Final, cast
 
 from rowmesh.cost.rates import Rates
 from rowmesh.errors import InputError
+from rowmesh.files import write_whole
 from rowmesh.topology import Topology
 from rowmesh.typed import build
 
@@ -33,10 +34,7 @@ class Calibration:
 
 def save_calibration(calibration: Calibration, path: str | Path) -> None:
     """Write topology.json; a reader never sees half of it."""
-    path = Path(path)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(dataclasses.asdict(calibration), indent=2) + "\n")
-    partial.replace(path)
+    write_whole(path, json.dumps(dataclasses.asdict(calibration), indent=2) + "\n")
 
 
 def load_calibration(path: str | Path, *, topology: Topology | None = None) -> Calibration:

@@ -2,10 +2,11 @@
 
 import dataclasses
 import itertools
+import sys
 from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
-from rowmesh.errors import InputError
+from rowmesh.errors import InputError, check_range
 
 __all__ = ["DenseCost", "Rates", "RowCost"]
 
@@ -63,6 +64,8 @@ class DenseCost:
     tail_s: float = 0.0
 
     def __post_init__(self) -> None:
+        for name in ("flops", "parameters"):
+            check_range(name, getattr(self, name), 0.0, sys.float_info.max)
         _check_seconds(self)
 
     @property

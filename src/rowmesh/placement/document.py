@@ -11,6 +11,7 @@ import typing
 from pathlib import Path
 
 from rowmesh.errors import PlanError
+from rowmesh.files import write_whole
 from rowmesh.placement.plan import PLAN_VERSION, Plan
 from rowmesh.typed import build
 
@@ -55,10 +56,7 @@ def plan_from_json(text: str) -> Plan:
 
 def save_plan(plan: Plan, path: str | Path) -> None:
     """Write the plan; a reader never sees half of it."""
-    path = Path(path)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(plan_to_json(plan))
-    partial.replace(path)
+    write_whole(path, plan_to_json(plan))
 
 
 def load_plan(path: str | Path) -> Plan:

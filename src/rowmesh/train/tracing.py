@@ -1,14 +1,14 @@
 """A trace of a few steps of a loop: all ranks record, rank 0 writes one file."""
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 from rowmesh.comm.agreement import attempt
 from rowmesh.comm.clock import ClockComparison
 from rowmesh.comm.mesh import Mesh
-from rowmesh.errors import InputError, check_range
+from rowmesh.errors import check_range
+from rowmesh.files import check_target, write_whole
 from rowmesh.trace import Clock, Recording
 from rowmesh.trace.chrome import chrome_trace
 from rowmesh.trace.summary import Summary, summarise
@@ -17,31 +17,13 @@ __all__ = ["Tracing", "check_trace_file"]
 
 
 def check_trace_file(path: Path) -> None:
-    """Whether a trace can be written to ``path``, before hours are spent on what it records.
+    """Whether a trace can be written to ``path``.
 
     Raises:
-        InputError: If its folder is not there, or nothing can be written there.
+        InputError: If it cannot, with the reason.
     """
-    folder, problem = path.absolute().parent, None
-    try:
-        if not folder.is_dir():
-            problem = f"{folder} is no folder"
-        elif path.is_dir():
-            problem = "it is a folder"
-        else:
-            _partial(path).touch()
-            _partial(path).unlink()
-    except OSError as error:
-        problem = str(error.strerror)
-    if problem is not None:
-        raise InputError(
-            f"cannot write the trace to {path}: {problem}; give another --trace FILE, in a folder "
-            f"that exists"
-        )
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(f".{path.name}.partial-{os.getpid()}")
+    way_out = "give another --trace FILE, in a folder that exists"
+    check_target(path, what="the trace", way_out=way_out)
 
 
 class Tracing:
@@ -140,12 +122,7 @@ class Tracing:
                     total[link] = total.get(link, 0) + more
 
     def _write(self, recordings: list[Recording]) -> None:
-        partial = _partial(self.path)
-        try:
-            partial.write_text(json.dumps(chrome_trace(recordings)))
-            partial.replace(self.path)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_whole(self.path, json.dumps(chrome_trace(recordings)))
 
     def _on_rank_0(self, work: Callable[[], None]) -> None:
         """`agreement.on_rank_0`, without a trace in the ledger."""

@@ -81,6 +81,7 @@ class Trainer:
         self.optimizer = make_optimizer(config.optimiser, self.model)
         self.start = self.step = 0
         self._tally = Tally(mesh)
+        self._step_seconds: list[float] = []
         self._last_batch: Batch | None = None
         self._checkpoints: Checkpoints | None = None
         if folder is not None and (config.checkpoint.every is not None or resume):
@@ -119,8 +120,8 @@ class Trainer:
         Returns:
             The same on all ranks, but for the times: what `ClickMetrics.result` says of the
             held-out batches; ``bayes_auc``, the AUC of planted probabilities; ``bytes`` that all
-            ranks sent in training, by link; ``train_s``, the median ``step_s``, and
-            ``samples_per_s`` of all ranks, all with the making of the data; ``forecast``, the
+            ranks sent in training, by link; ``train_s`` and ``samples_per_s`` of all ranks, both
+            with the making of the data; ``step_s``, the median step without it; ``forecast``, the
             bytes that a rank should send a step and, if calibrated, its seconds; ``ranks``,
             ``steps`` done, the plan's ``exactness``, and ``is_stopped``, with ``saved_step``, the
             last step saved if any. A stopped run is not evaluated.
@@ -155,6 +156,7 @@ class Trainer:
             found
             | totals.result()
             | {
+                "step_s": median(self._step_seconds or [0.0]),
                 "forecast": self.forecast.as_dict(),
                 "ranks": self.mesh.world,
                 "steps": self.step,
@@ -200,13 +202,14 @@ class Trainer:
         lr = set_learning_rates(
             self.config.optimiser, self.optimizer, step=self.step, num_steps=self.num_steps
         )
-        phase = self.mesh.trace.phase
+        phase, start = self.mesh.trace.phase, time.perf_counter()
         with phase("dense forward"):
             losses = self.model(batch)
         with phase("backward"):
             self.mesh.mean(losses).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self._step_seconds.append(time.perf_counter() - start)
         self.step += 1
         self._last_batch = batch
         with phase("tally"):
@@ -306,8 +309,7 @@ class _Totals:
 
     def __init__(self) -> None:
         self._sent = {Link.HOST.value: 0, Link.CROSS.value: 0}
-        self._samples = 0
-        self._seconds: list[float] = []
+        self._samples, self._seconds = 0, 0.0
 
     def show_plan(self, plan: Plan) -> None:
         """Nothing to add up."""
@@ -318,19 +320,14 @@ class _Totals:
     def show_step(self, record: StepRecord) -> None:
         """Add one step."""
         self._samples += record.samples
-        self._seconds.append(record.seconds)
+        self._seconds += record.seconds
         for link, amount in record.by_link().items():
             self._sent[link] += amount
 
     def result(self) -> dict[str, Any]:
-        """``bytes``, ``train_s``, ``step_s``, ``samples_per_s``."""
-        total = sum(self._seconds)
-        return {
-            "bytes": self._sent,
-            "train_s": total,
-            "step_s": median(self._seconds) if self._seconds else 0.0,
-            "samples_per_s": self._samples / total if total else 0.0,
-        }
+        """``bytes``, ``train_s``, ``samples_per_s``."""
+        speed = self._samples / self._seconds if self._seconds else 0.0
+        return {"bytes": self._sent, "train_s": self._seconds, "samples_per_s": speed}
 
 
 def _show(records: Sequence[StepRecord | None], listeners: Sequence[Listener]) -> bool:
