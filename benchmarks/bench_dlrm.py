@@ -20,11 +20,13 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from dense_step import DENSE, EPS, dense_parts, sizes
 from forecasting import Foretold, count_accesses, forecast_ms, pairs
 from racing.gates import Gate
 from racing.rounds import nic_bytes, timed
@@ -38,11 +40,7 @@ from rowmesh.placement import load_plan
 from rowmesh.storage import keep_freed_memory
 from rowmesh.trace.table import format_summary
 
-EPS = 1e-8
-DENSE = {
-    "adagrad": functools.partial(torch.optim.Adagrad, eps=EPS),
-    "sgd": torch.optim.SGD,
-}
+MAX_TRACE_STEPS = 1000  # a recorder that is full does not end the steps
 
 
 def main() -> None:
@@ -53,6 +51,45 @@ def main() -> None:
         keep_freed_memory()
     mesh = rm.init_mesh(timeout_s=180.0 if args.gate else 60.0)
     tracing = rm.Tracing(mesh, args.trace, num_steps=args.trace_steps) if args.trace else None
+    job = build(args, mesh)
+    losses = [job.step(i) for i in range(args.warmup)]
+    if args.gate:
+        Work(args, job).serve(losses)
+        return
+    measured = measure(args, job)
+    losses += measured.pop("losses")
+    if tracing is not None:
+        trace(tracing, job.step, mesh, first=args.warmup + args.steps)
+    first = job.clicks.batch_at(mesh.rank, 0)
+    result = measured | {
+        "ms_dense": round(dense_parts(args, job.model, mesh, first, 6)["ms"], 2),
+        "predicted_ms": forecast_ms(args, job.clicks, job.plan),
+        "trace": tracing.summary.to_dict() if tracing and tracing.summary else None,
+        "losses": mesh.total(torch.stack(losses)).tolist() if args.losses else None,
+        **describe(args, job),
+    }
+    if mesh.rank == 0:
+        print("RESULT " + json.dumps(result), flush=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """The model under its plan; ``step`` trains on batch ``number`` and gives the loss."""
+
+    clicks: SyntheticClicks
+    mesh: rm.Mesh
+    model: Any
+    plan: rm.Plan
+    plan_s: float
+    step: Callable[[int], Tensor]
+
+
+def build(args: argparse.Namespace, mesh: rm.Mesh) -> Job:
+    """Data, model, plan and optimiser.
+
+    Collective:
+        All ranks.
+    """
     clicks = SyntheticClicks(
         cap=int(args.cap),
         alpha=args.alpha,
@@ -79,6 +116,19 @@ def main() -> None:
         dense=functools.partial(DENSE[args.dense_opt], lr=args.lr),
         sparse=rm.RowwiseAdagrad(lr=args.lr, eps=EPS),
     )
+    step = make_step(args, model, mesh, clicks=clicks, optimizer=optimizer)
+    return Job(clicks=clicks, mesh=mesh, model=model, plan=plan, plan_s=plan_s, step=step)
+
+
+def make_step(
+    args: argparse.Namespace,
+    model: Any,
+    mesh: rm.Mesh,
+    *,
+    clicks: SyntheticClicks,
+    optimizer: rm.Optimizer,
+) -> Callable[[int], Tensor]:
+    """A training step on this rank's batches, which go round."""
     batches = [clicks.batch_at(mesh.rank, i) for i in range(args.batches)]
 
     def step(number: int) -> Tensor:
@@ -91,58 +141,64 @@ def main() -> None:
         optimizer.zero_grad()
         return loss.detach()
 
-    losses = [step(i) for i in range(args.warmup)]
-    if args.gate:
-        work = Work(args, clicks, model=model, mesh=mesh, step=step, plan=plan)
-        work.serve(losses)
-        return
+    return step
+
+
+def measure(args: argparse.Namespace, job: Job) -> dict[str, Any]:
+    """Run the steps after the warm-up: their losses, times, and bytes beside the predicted ones.
+
+    Collective:
+        All ranks.
+    """
+    mesh, losses = job.mesh, []
     mesh.total(0)
     before = nic_bytes() or (0, 0)
     mesh.ledger.reset()
     cpu, marks = time.process_time(), [time.perf_counter()]
     for i in range(args.steps):
-        losses.append(step(args.warmup + i))
+        losses.append(job.step(args.warmup + i))
         marks.append(time.perf_counter())
     cpu = time.process_time() - cpu
     sent = mesh.ledger.by_edge()
     mesh.total(0)
     moved = (nic_bytes() or (0, 0))[0] - before[0]
     times = [1e3 * (b - a) for a, b in itertools.pairwise(marks)]
-    if tracing is not None:
-        trace(tracing, step, mesh, first=args.warmup + args.steps)
-    foretold = Foretold(clicks, plan, mesh, args.batches).over(args.warmup, args.steps)
-    result = {
+    foretold = Foretold(job.clicks, job.plan, mesh, args.batches).over(args.warmup, args.steps)
+    return {
+        "losses": losses,
         "ms_median": round(median(times), 2),
         "ms_min": round(min(times), 2),
         "samples_s": round(args.batch * mesh.world / median(times) * 1e3),
         "cpu_ms": round(1e3 * cpu / args.steps, 1),
-        "ms_dense": round(dense_only(args, model, mesh, batches[0]), 2),
         "mb_host_step": host_megabytes(mesh, moved / args.steps),
         "ledger_bytes": average(mesh.gather_objects(sent), args.steps),
         "predicted_mb": round(
             float(mesh.total(foretold.total())) / mesh.world / args.steps / 1e6, 4
         ),
         "bytes_are_exact": all(mesh.gather_objects(foretold == pairs(sent))),
-        "predicted_ms": forecast_ms(args, clicks, plan),
-        "trace": tracing.summary.to_dict() if tracing and tracing.summary else None,
-        "plan": summary(plan),
-        "plan_s": round(plan_s, 3),
-        "exactness": plan.exactness.value,
-        "losses": mesh.total(torch.stack(losses)).tolist() if args.losses else None,
-        "world": mesh.world,
-        "hosts": mesh.topology.hosts,
+    }
+
+
+def describe(args: argparse.Namespace, job: Job) -> dict[str, Any]:
+    """What ran, where and of which code."""
+    return {
+        "plan": summary(job.plan),
+        "plan_s": round(job.plan_s, 3),
+        "exactness": job.plan.exactness.value,
+        "world": job.mesh.world,
+        "hosts": job.mesh.topology.hosts,
         "args": vars(args),
         "commit": commit(),
         "versions": {"torch": torch.__version__, "rowmesh": rm.__version__},
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
     }
-    if mesh.rank == 0:
-        print("RESULT " + json.dumps(result), flush=True)
 
 
 def parse_args() -> argparse.Namespace:
     """The flags of the peer script that make sense here, and the plan's."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
+    )
     p.add_argument("--plan", default="auto", help="auto, table_wise, row_wise, data_parallel, FILE")
     p.add_argument("--exchange", default="auto", choices=["auto", "rows", "pooled"])
     p.add_argument("--no-dedup", action="store_true", help="ask for every id, not every distinct")
@@ -171,12 +227,10 @@ def parse_args() -> argparse.Namespace:
     p.add_argument("--trace", metavar="FILE", help="write a Chrome trace, print its table")
     p.add_argument("--trace-steps", type=int, default=10, help="steps to trace")
     p.add_argument("--gate", help="after the warm-up, step when this folder says so (race.py)")
-    return p.parse_args()
-
-
-def sizes(text: str) -> list[int]:
-    """``"512,256"`` as numbers."""
-    return [int(word) for word in text.split(",")]
+    args = p.parse_args()
+    if not 1 <= args.trace_steps <= MAX_TRACE_STEPS:
+        p.error(f"--trace-steps is {args.trace_steps}, but must be from 1 to {MAX_TRACE_STEPS}")
+    return args
 
 
 def choose_plan(
@@ -202,28 +256,18 @@ def choose_plan(
 class Work:
     """What this rank does in a race: the steps go on from the warm-up, so many at every gate."""
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        clicks: SyntheticClicks,
-        *,
-        model: Any,
-        mesh: rm.Mesh,
-        step: Callable[[int], Tensor],
-        plan: rm.Plan,
-    ) -> None:
-        self.args, self.clicks, self.model, self.mesh = args, clicks, model, mesh
-        self.step, self.plan, self.number = step, plan, args.warmup
-        self.foretold = Foretold(clicks, plan, mesh, args.batches)
+    def __init__(self, args: argparse.Namespace, job: Job) -> None:
+        self.args, self.job, self.mesh, self.number = args, job, job.mesh, args.warmup
+        self.foretold = Foretold(job.clicks, job.plan, job.mesh, args.batches)
         self.sent: Counter[tuple[str, str]] = Counter()
 
     def serve(self, losses: list[Tensor]) -> None:
         """Until the race says stop."""
         ready = {
             "losses": self.mesh.total(torch.stack(losses)).tolist(),
-            "plan": summary(self.plan),
-            "exactness": self.plan.exactness.value,
-            "predicted_ms": forecast_ms(self.args, self.clicks, self.plan),
+            "plan": summary(self.job.plan),
+            "exactness": self.job.plan.exactness.value,
+            "predicted_ms": forecast_ms(self.args, self.job.clicks, self.job.plan),
             "versions": {"torch": torch.__version__, "rowmesh": rm.__version__},
         }
         gate = Gate(self.args.gate, rank=self.mesh.rank)
@@ -248,60 +292,14 @@ class Work:
     def one(self) -> None:
         """A step, its bytes counted without those of the barriers around a round."""
         self.mesh.ledger.reset()
-        self.step(self.number)
+        self.job.step(self.number)
         self.sent += pairs(self.mesh.ledger.by_edge())
         self.number += 1
 
     def dense(self, count: int) -> dict[str, float]:
         """Steps of the dense layers alone."""
-        batch = self.clicks.batch_at(self.mesh.rank, 0)
-        return dense_parts(self.args, self.model, self.mesh, batch, count)
-
-
-def dense_only(args: argparse.Namespace, model: Any, mesh: rm.Mesh, batch: rm.Batch) -> float:
-    """Median ms of forward, backward and step of the dense layers on fixed embeddings."""
-    return dense_parts(args, model, mesh, batch, 6)["ms"]
-
-
-def dense_parts(
-    args: argparse.Namespace, model: Any, mesh: rm.Mesh, batch: rm.Batch, count: int
-) -> dict[str, float]:
-    """Median ms of a dense step, and of what waits for the embeddings: ``fwd`` and ``bwd`` of the
-    interaction and the top layers. Two steps come before those counted."""
-    copy = rm.models.DLRM(
-        rm.EmbeddingBagCollection(model.embedding_bag_collection.configs(), device="meta"),
-        dense_in_features=13,
-        dense_arch_layer_sizes=sizes(args.bottom),
-        over_arch_layer_sizes=sizes(args.top),
-    )
-    layers = [*copy.dense_arch.parameters(), *copy.over_arch.parameters()]
-    optimizer = DENSE[args.dense_opt](layers, lr=args.lr)
-    width = args.dim * len(model.embedding_bag_collection.readers)
-    pooled = (torch.randn(args.batch, width) / 100).requires_grad_()
-    loss = torch.nn.BCEWithLogitsLoss()
-    times = []
-    mesh.total(0)
-    for _ in range(2 + count):
-        marks = [time.perf_counter()]
-        bottom = copy.dense_arch(batch.dense_features)
-        inner = bottom.detach().requires_grad_()
-        marks.append(time.perf_counter())
-        losses = loss(copy.over_arch(copy.interaction(inner, pooled)).squeeze(1), batch.labels)
-        marks.append(time.perf_counter())
-        losses.backward()
-        marks.append(time.perf_counter())
-        bottom.backward(inner.grad)
-        optimizer.step()
-        optimizer.zero_grad()
-        pooled.grad = None
-        marks.append(time.perf_counter())
-        times.append([1e3 * (b - a) for a, b in itertools.pairwise(marks)])
-    kept = times[2:]
-    return {
-        "ms": median(sum(parts) for parts in kept),
-        "fwd": median(parts[1] for parts in kept),
-        "bwd": median(parts[2] for parts in kept),
-    }
+        batch = self.job.clicks.batch_at(self.mesh.rank, 0)
+        return dense_parts(self.args, self.job.model, self.mesh, batch, count)
 
 
 def trace(tracing: rm.Tracing, step: Callable[[int], Tensor], mesh: rm.Mesh, *, first: int) -> None:

@@ -136,7 +136,7 @@ def leave() -> NoReturn:
 
 def parse_args() -> argparse.Namespace:
     """The flags; the defaults are the shapes of the reports."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--sharding", default="planner", choices=["planner", "table_wise"])
     parser.add_argument("--pipeline", default="none", choices=["none", "sparse_dist"])
     parser.add_argument("--qcomm", default="fp32", choices=["fp32", "fp16", "int8"])

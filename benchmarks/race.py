@@ -6,7 +6,7 @@
 
 TorchRec is set up in an environment of its own, once. A shape is stored in OUT/ as soon as it is
 done and is not run again unless --again; OUT.md, OUT.json and OUT.svg are made from all that are
-stored. Flags that are not the race's go to both scripts. Needs root and iproute2 for shapes of
+stored, which must be of one code, settings and machine. Needs root and iproute2 for shapes of
 several hosts. Run nothing else meanwhile. Exit code 1 if a shape was refused.
 """
 
@@ -30,22 +30,24 @@ from racing.peer import TORCHREC, default_folder, ensure
 from racing.report import write_report
 from racing.session import Settings, run_group
 from racing.shapes import ALL, Shape, parse_shapes
-from racing.stored import is_stored, store, stored_files
+from racing.stored import check_stored, is_stored, store, stored_files
 
 from rowmesh.errors import InputError
 from rowmesh.lab import check_permitted
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+LEAST = {"rounds": 5, "steps": 2, "trial_steps": 2, "batches": 1}  # rounds: docs/measuring.md
 
 
 def main() -> None:
     """Run what is not stored yet, then report."""
-    args, flags = parse_args()
     try:
+        args = parse_args(sys.argv[1:])
         shapes = parse_shapes(args.shapes, pooling=args.pooling, alpha=args.alpha)
         check(args, shapes)
-        session = describe_session(args, flags)
+        session = describe_session(args)
         todo = [s for s in shapes if args.again or not is_stored(args.out, s, session)]
+        check_stored(args.out, session, todo=todo)
         peer = ensure(args.peer_env) if todo else ""
     except InputError as error:
         print(error, file=sys.stderr)
@@ -59,8 +61,8 @@ def main() -> None:
     sys.exit(1 if any("refused" in result for result in results) else 0)
 
 
-def parse_args() -> tuple[argparse.Namespace, list[str]]:
-    """The race's flags and those of both scripts."""
+def make_parser() -> argparse.ArgumentParser:
+    """The race's flags; from --cap on they are the model's and both scripts get them."""
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
     )
@@ -78,7 +80,26 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     p.add_argument("--batch", type=int, default=2048, help="samples per rank")
     p.add_argument("--bottom", default="512,256,64")
     p.add_argument("--top", default="512,512,256,1")
-    return p.parse_known_args()
+    p.add_argument("--batches", type=int, default=10, help="distinct batches, cycled")
+    p.add_argument("--seed", type=int, default=0, help="of the initial weights")
+    p.add_argument("--dense-opt", default="adagrad", choices=["adagrad", "sgd"])
+    p.add_argument("--default-malloc", action="store_true", help="return freed memory every step")
+    return p
+
+
+def parse_args(words: list[str]) -> argparse.Namespace:
+    """No flag goes through to the scripts unseen: it could change what is raced.
+
+    Raises:
+        InputError: Naming the words that are no flags of the race.
+    """
+    args, unknown = make_parser().parse_known_args(words)
+    if unknown:
+        raise InputError(
+            f"{shlex.join(unknown)}: no flag of the race, which alone says what both scripts run; "
+            f"--help lists those it has"
+        )
+    return args
 
 
 def check(args: argparse.Namespace, shapes: list[Shape]) -> None:
@@ -87,30 +108,40 @@ def check(args: argparse.Namespace, shapes: list[Shape]) -> None:
     Raises:
         InputError: Naming it.
     """
-    for name, least in (("rounds", 2), ("steps", 2), ("trial_steps", 2)):
+    for name, least in LEAST.items():
         if getattr(args, name) < least:
-            raise InputError(f"--{name.replace('_', '-')} must be at least {least}")
+            raise InputError(
+                f"--{name.replace('_', '-')} is {getattr(args, name)}, but must be at least {least}"
+            )
     reason = check_permitted() if any(s.hosts > 1 for s in shapes) else None
     if reason is not None:
         raise InputError(f"{reason}; or race --shapes 1x2, which needs no permission")
 
 
-def describe_session(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
+def describe_session(args: argparse.Namespace) -> dict[str, Any]:
     """What ran, where and of which code; stored with every shape."""
     given = {field.name for field in dataclasses.fields(Settings)} & set(vars(args))
-    hidden = {"--out", "--peer-env"}  # paths of this machine
-    words = [w for w in sys.argv[1:] if w.split("=")[0] not in hidden]
-    words = [w for w in words if w not in (str(args.out), str(args.peer_env))]
     commit = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     found = subprocess.run(commit, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     return {
-        "settings": {name: getattr(args, name) for name in sorted(given)} | {"flags": flags},
+        "settings": {name: getattr(args, name) for name in sorted(given)},
         "commit": found.stdout.strip() or None,
         "code": code_hash(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "machine": f"{platform.machine()}, {cpu_name()}, {os.cpu_count()} cores",
-        "command": shlex.join(["python", "benchmarks/race.py", "--out", args.out.name, *words]),
+        "command": describe_command(args),
     }
+
+
+def describe_command(args: argparse.Namespace) -> str:
+    """What gives the same again: the flags that are not as by default, no path of this machine."""
+    words = ["python", "benchmarks/race.py", "--out", args.out.name]
+    for name, value in vars(args).items():
+        if name in ("out", "peer_env") or value == make_parser().get_default(name):
+            continue
+        shown = f"{value:g}" if isinstance(value, float) else str(value)
+        words += [f"--{name.replace('_', '-')}", *[shown] * (value is not True)]
+    return shlex.join(words)
 
 
 def code_hash() -> str:

@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from rowmesh.cli import app
+from rowmesh.cli.follow import stopped_by_signals
+from rowmesh.cli.terminal import one_sentence
 from rowmesh.errors import InputError, LabError
 from rowmesh.lab import (
     Lab,
@@ -36,6 +39,7 @@ from rowmesh.lab.failures import read_failures
 from rowmesh.lab.measure import measure
 from rowmesh.lab.network import read_congestion
 from rowmesh.lab.remains import processes_of, remove
+from rowmesh.lab.run import RUN_MARK, TIMED_OUT, Run
 from rowmesh.lab.tags import Tag, new_tag, start_time
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -205,6 +209,47 @@ def test_the_rank_that_failed_first_comes_first(tmp_path: Path) -> None:
     assert str(found[1]) == "rank 2 (host 1) ended with code 7"
 
 
+def test_a_failure_ends_in_a_colon_only_if_lines_follow(tmp_path: Path) -> None:
+    with subprocess.Popen(["false"]) as agent:
+        run = Run([agent], folder=tmp_path, mark=f"test-{os.getpid()}")
+        run.wait(timeout=20)
+    assert run.failure() == "torchrun ended with code 1"
+    report = REPORT.format(rank=1, code=-9, second="01", signal="")
+    (tmp_path / "host0.log").write_text(report)
+    assert run.failure() == "rank 1 (host 0) was ended by SIGKILL"
+    (tmp_path / "rank1.err").write_text("last words\n")
+    assert run.failure() == "rank 1 (host 0) was ended by SIGKILL:\nlast words"
+
+
+def test_after_the_time_out_torchrun_has_no_say(tmp_path: Path) -> None:
+    mark = f"test-{os.getpid()}"
+    (tmp_path / "host0.log").write_text("Traceback ...\nSignalException: got signal: 15\n")
+    with subprocess.Popen(["sleep", "600"], env={**os.environ, RUN_MARK: mark}) as agent:
+        run = Run([agent], folder=tmp_path, mark=mark, timeout_s=0.01)
+        assert run.wait(timeout=20) == TIMED_OUT
+    assert run.failure() == "the run was stopped: its time was over"
+    (tmp_path / "rank0.err").write_text("step 7\n")
+    assert run.failure() == "the run was stopped: its time was over\nstep 7"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_is_130_and_a_sentence_unless_it_is_ignored(
+    number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        with pytest.raises(typer.Exit) as end, one_sentence(), stopped_by_signals():
+            signal.raise_signal(number)
+        assert end.value.exit_code == 130
+        assert capsys.readouterr().err == f"rowmesh: stopped by {number.name}\n"
+        assert signal.getsignal(number) is signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN)
+        with stopped_by_signals():
+            signal.raise_signal(number)
+    finally:
+        signal.signal(number, before)
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -215,6 +260,10 @@ def test_the_rank_that_failed_first_comes_first(tmp_path: Path) -> None:
         (["--hosts", "2", RANK], "the command goes after --, as"),
         (["--hosts", "2", "--"], "there is no command: give script.py"),
         (["--json", "no/such.json", "--", RANK], "cannot write no/such.json: its folder is not"),
+        (["--json", str(SCRIPTS), "--", RANK], "scripts: it is a folder; give --json another"),
+        (["--timeout", "nan", "--", RANK], "--timeout is nan, but must be a finite number"),
+        (["--timeout", "inf", "--", RANK], "--timeout is inf, but must be a finite number"),
+        (["--timeout", "-1", "--", RANK], "--timeout is -1, but must be a finite number of"),
         (["--", "nope.py"], "'nope.py', but there is no such file"),
         (["--unshaped", "--rate", "1gbit", "--", RANK], "--unshaped does not go with --rate 1gbit"),
     ],
@@ -276,6 +325,15 @@ def test_loopback_takes_no_rate() -> None:
         assert processes_of(tag) == {child.pid}
     assert child.returncode == -signal.SIGTERM
     assert is_gone(tag)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_time_out_is_finite_and_above_0(seconds: float) -> None:
+    with (
+        Lab(1, loopback=True) as lab,
+        pytest.raises(InputError, match=r"timeout_s is .* finite number of seconds above 0"),
+    ):
+        lab.launch([RANK], timeout_s=seconds)
 
 
 def test_a_closed_lab_says_so() -> None:

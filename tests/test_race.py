@@ -1,7 +1,10 @@
 """The race's rules, without a race: intervals, pairing, refusals, gates, shapes, the report."""
 
+import importlib
 import itertools
 import json
+import re
+import sys
 import threading
 from pathlib import Path
 from statistics import median
@@ -10,12 +13,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.racing import peer
+from benchmarks.racing import floor, peer
 from benchmarks.racing.gates import Gate, Gatekeeper
 from benchmarks.racing.judge import interval, refusal, round_ms, summarise
-from benchmarks.racing.report import markdown, write_report
+from benchmarks.racing.report import CAUTION, markdown, write_report
 from benchmarks.racing.shapes import ALL, parse_shapes
-from benchmarks.racing.stored import is_stored, store, stored_files
+from benchmarks.racing.stored import check_stored, is_stored, store, stored_files
 from rowmesh.errors import InputError
 
 
@@ -107,6 +110,21 @@ def test_fewer_than_ten_losses_are_refused() -> None:
     assert "not 10 numbers" in str(refusal(bad))
 
 
+@pytest.mark.parametrize("role", ["ours", "theirs"])
+def test_losses_of_unequal_number_are_refused_below_ten_and_compared_above(role: str) -> None:
+    bad = result()
+    bad["entries"][role]["losses"].append(0.1)
+    assert refusal(bad) is None
+    assert summarise(bad)["loss_gap"] == 0
+    del bad["entries"][role]["losses"][3:]
+    assert "not 10 numbers" in str(refusal(bad))
+
+
+def test_the_report_says_what_its_floor_leaves_out() -> None:
+    for text in (str(floor.__doc__), CAUTION):
+        assert "chosen without knowing the ids" in re.sub(r"\s+", " ", text)
+
+
 def test_bytes_that_were_not_predicted_are_refused() -> None:
     bad = result()
     bad["rounds"][3]["ours"]["bytes_are_exact"] = False
@@ -182,17 +200,22 @@ def test_the_race_has_28_shapes_and_rates_of_a_layout_are_neighbours() -> None:
 
 def test_what_is_stored_is_not_run_again_unless_it_was_refused(tmp_path: Path) -> None:
     slow, fast = parse_shapes("2x1@200mbit,2x1@1gbit", pooling="1", alpha="1.05")
-    session = {"code": "c0de", "settings": {"rounds": 6}, "commit": "abc"}
+    session = {"code": "c0de", "settings": {"rounds": 6}, "machine": "it", "commit": "abc"}
     assert not is_stored(tmp_path, slow, session)
     store(tmp_path, slow, {}, session=session)
     store(tmp_path, fast, {"refused": "it ended"}, session=session)
     assert is_stored(tmp_path, slow, session)
     assert not is_stored(tmp_path, fast, session)
     assert [path.stem for path in stored_files(tmp_path)] == [fast.name, slow.name]
-    for key, value in (("code", "0ther"), ("settings", {"rounds": 5})):
+    check_stored(tmp_path, session, todo=[])
+    for key, value in (("code", "0ther"), ("settings", {"rounds": 5}), ("machine", "that")):
+        now = session | {key: value}
         with pytest.raises(InputError, match=f"of other {key}.*--again"):
-            is_stored(tmp_path, slow, session | {key: value})
-        assert not is_stored(tmp_path, fast, session | {key: value})
+            is_stored(tmp_path, slow, now)
+        assert not is_stored(tmp_path, fast, now)
+        with pytest.raises(InputError, match=rf"{slow.name}\.json is of other {key}"):
+            check_stored(tmp_path, now, todo=[fast])  # not asked for, but it would be reported
+        check_stored(tmp_path, now, todo=[slow])
 
 
 @pytest.mark.parametrize("word", ["2x1", "1x2@1gbit", "2by1", "2x0@1gbit", "2x1@fast"])
@@ -260,3 +283,74 @@ def test_an_environment_is_known_by_importing_torchrec(tmp_path: Path) -> None:
     python.write_text("#!/bin/sh\necho 'No module named torchrec' >&2\nexit 1\n")
     with pytest.raises(SystemExit, match="No module named torchrec"):
         peer.ensure(tmp_path)
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports a script of benchmarks/ as it is when run."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    return importlib.import_module
+
+
+@pytest.mark.parametrize("words", ["--pool 20", "--gate here", "--lr 1", "--warmup=3", "stray"])
+def test_a_word_that_is_no_flag_of_the_race_is_refused(script: Any, words: str) -> None:
+    with pytest.raises(InputError, match=f"^{words}: no flag of the race"):
+        script("race").parse_args(["--out", "x", *words.split()])
+
+
+@pytest.mark.parametrize(
+    ("words", "limit"),
+    [("--rounds 4", "rounds is 4, .* 5"), ("--steps 1", "2"), ("--batches 0", "at least 1")],
+)
+def test_a_race_has_least_numbers(script: Any, words: str, limit: str) -> None:
+    race = script("race")
+    with pytest.raises(InputError, match=limit):
+        race.check(race.parse_args(["--out", "x", *words.split()]), [])
+    race.check(race.parse_args(["--out", "x", "--rounds", "5"]), [])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--out /a/x --peer-env /a/peer/",
+        "--out=./x --peer-env=/a/peer",
+        "--peer-env ../a/./peer --out ./a/../x",
+    ],
+)
+def test_no_path_is_in_the_command_of_the_report(script: Any, words: str) -> None:
+    race = script("race")
+    more = ["--cap=1e4", "--again", "--pooling", "1", "--dim", "64"]
+    found = race.describe_session(race.parse_args([*words.split(), *more]))
+    assert found["command"] == ("python benchmarks/race.py --out x --pooling 1 --again --cap 10000")
+    assert race.parse_args(found["command"].split()[2:]).cap == 1e4
+
+
+def test_both_scripts_and_the_floor_get_the_number_of_batches(script: Any) -> None:
+    race = script("race")
+    given = race.describe_session(race.parse_args(["--out", "x", "--batches", "3"]))["settings"]
+    settings = race.Settings(**given, peer="", folder=Path())
+    (shape,) = parse_shapes("1x2", pooling="1", alpha="1.05")
+    words = settings.script_flags(shape)
+    assert (settings.batches, words[words.index("--batches") + 1]) == (3, "3")
+    assert "--default-malloc" not in words
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--trace-steps 1000000000", "--trace-steps is 1000000000, but must be from 1 to 1000"),
+        ("--trace-steps 0", "must be from 1 to 1000"),
+        ("--pool 20", "unrecognized arguments: --pool 20"),
+    ],
+)
+def test_the_benchmark_refuses(
+    script: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: str,
+    sentence: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_dlrm.py", *words.split()])
+    with pytest.raises(SystemExit, match="2"):
+        script("bench_dlrm").parse_args()
+    assert sentence in capsys.readouterr().err

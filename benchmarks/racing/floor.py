@@ -14,8 +14,11 @@ duplex), D columns in fp32, P dense parameters. Bytes are of all hosts together;
 
 Copies of single rows do not help: a row that all hosts read costs 8 D (H-1) with a home and with
 copies, and one that fewer read costs more with copies. Dense gradients are summed once a host, by
-the least an all-reduce can move: 8 (H-1) P. Other families (a bag half pooled, half rows; a home
-that moves; lossy numbers) are outside this floor.
+the least an all-reduce can move: 8 (H-1) P.
+
+Outside this floor, and able to send less, are: homes chosen with knowledge of the ids (here they
+are chosen without knowing the ids, but the batches go round: give each row the home that reads it
+most often, and fewer rows travel); a home that moves; a bag half pooled, half rows; lossy numbers.
 
 **Time**, of whole batches, steps one after another without end, exactly in order. The longest of:
 

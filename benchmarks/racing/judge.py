@@ -57,11 +57,11 @@ def refusal(result: dict[str, Any]) -> str | None:
     bytes that were not predicted, and a ledger that is not within [NIC / 1.06, NIC] on any host
     with a link.
     """
-    entries = result["entries"]
-    ours, theirs = (entries[role]["losses"][:NUM_LOSSES] for role in ("ours", "theirs"))
-    gap = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
-    if len(ours) < NUM_LOSSES or not all(map(math.isfinite, (*ours, *theirs))):
+    ours, theirs = _first_losses(result)
+    is_short = min(len(ours), len(theirs)) < NUM_LOSSES
+    if is_short or not all(map(math.isfinite, (*ours, *theirs))):
         return f"the first {NUM_LOSSES} losses are not {NUM_LOSSES} numbers: {ours} and {theirs}"
+    gap = _loss_gap(result)
     if gap > MAX_LOSS_GAP:
         return (
             f"the first {NUM_LOSSES} losses differ by up to {gap:.2e} (limit {MAX_LOSS_GAP:.0e}): "
@@ -76,6 +76,15 @@ def refusal(result: dict[str, Any]) -> str | None:
                 f"within 1 and {MAX_NIC_SHARE} times the ledger"
             )
     return None
+
+
+def _first_losses(result: dict[str, Any]) -> tuple[list[float], list[float]]:
+    ours, theirs = (result["entries"][role]["losses"] for role in ("ours", "theirs"))
+    return ours[:NUM_LOSSES], theirs[:NUM_LOSSES]
+
+
+def _loss_gap(result: dict[str, Any]) -> float:
+    return max(abs(a - b) for a, b in zip(*_first_losses(result), strict=True))
 
 
 def _bytes_of_ours(result: dict[str, Any]) -> list[tuple[int | None, int]]:
@@ -106,12 +115,7 @@ def summarise(result: dict[str, Any]) -> dict[str, Any]:
             paired = [a / b for a, b in zip(times["ours"], values, strict=True)]
             found[role]["ratio"] = interval(paired)
     found["over_floor"] = found["ours"]["ms"].mid / result["floor"]["ms"]
-    found["loss_gap"] = max(
-        abs(a - b)
-        for a, b in zip(
-            *(result["entries"][role]["losses"] for role in ("ours", "theirs")), strict=True
-        )
-    )
+    found["loss_gap"] = _loss_gap(result)
     return found
 
 

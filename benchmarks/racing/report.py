@@ -23,7 +23,9 @@ round is left out. Ranks of all hosts share this machine's cores: compare within
 * ratio: ours / theirs, paired by round, median [low, high]; below 1 rowmesh is faster.
 * MB: sent by a host's NIC, a step, the mean over hosts.
 * floor: the least time and bytes of an exact step (formula in benchmarks/racing/floor.py),
-  from the ids, the link rate and a dense step measured between the rounds.
+  from the ids, the link rate and a dense step measured between the rounds. Homes are chosen
+  without knowing the ids: rows placed to suit these batches would send less, and so might a home
+  that moves, a bag half pooled and half rows, and lossy numbers, all outside this floor.
 """
 NO_CODEC = "rowmesh has no lossy setting yet: its exact one is compared with TorchRec's lossy one."
 

@@ -26,7 +26,6 @@ __all__ = ["Settings", "run_group"]
 
 IDLE_S = 1.0
 DENSE_STEPS = 4
-FLOOR_BATCHES = 10  # what the scripts go round in
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +40,10 @@ class Settings:
     batch: int
     bottom: str
     top: str
-    flags: tuple[str, ...]
+    batches: int
+    seed: int
+    dense_opt: str
+    default_malloc: bool
     peer: str
     folder: Path
 
@@ -53,13 +55,16 @@ class Settings:
             "batch": self.batch,
             "bottom": self.bottom,
             "top": self.top,
+            "batches": self.batches,
+            "seed": self.seed,
+            "dense-opt": self.dense_opt,
             "pooling": shape.pooling,
             "alpha": shape.alpha,
             "lr": 0.01,
             "warmup": 10,
         }
         words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-        return [*words, *self.flags]
+        return [*words, *["--default-malloc"] * self.default_malloc]
 
     def model_settings(self) -> list[str]:
         """The same model in the words of a recipe, for `rowmesh calibrate`."""
@@ -186,7 +191,7 @@ def _idle_bytes(place: Place) -> list[float]:
 
 
 def _least(shape: Shape, settings: Settings) -> Bytes:
-    """Least bytes of the group, from the ids of the first batches."""
+    """Least bytes of the group, from the ids of the batches that both scripts go round in."""
     clicks = SyntheticClicks(
         cap=int(settings.cap),
         alpha=shape.alpha,
@@ -201,7 +206,7 @@ def _least(shape: Shape, settings: Settings) -> Bytes:
             list(np.reshape(clicks.batch_at(rank, step).sparse_features.values().numpy(), size))
             for rank in range(shape.hosts * shape.local)
         ]
-        for step in range(FLOOR_BATCHES)
+        for step in range(settings.batches)
     ]
     steps.append(steps[0])
     bottom, top = ([int(n) for n in text.split(",")] for text in (settings.bottom, settings.top))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from rowmesh.errors import InputError
 
 from .shapes import Shape
 
-__all__ = ["is_stored", "store", "stored_files"]
+__all__ = ["check_stored", "is_stored", "store", "stored_files"]
 
 
 def store(out: Path, shape: Shape, result: dict[str, Any], *, session: dict[str, Any]) -> None:
@@ -27,20 +28,42 @@ def stored_files(out: Path) -> list[Path]:
 
 
 def is_stored(out: Path, shape: Shape, session: dict[str, Any]) -> bool:
-    """Whether there is a result of this code and these settings; a refusal is none.
+    """Whether there is a result of this code, settings and machine; a refusal is none.
 
     Raises:
-        InputError: If there is one of other code or settings.
+        InputError: If there is one of others.
     """
     path = out / f"{shape.name}.json"
-    if not path.exists():
-        return False
+    return path.exists() and _is_of(path, session)
+
+
+def check_stored(out: Path, session: dict[str, Any], *, todo: Iterable[Shape]) -> None:
+    """A report has one header: all it shows must be of one code, its settings and its machine.
+
+    Args:
+        out: Where the results are.
+        session: What is about to run, or would.
+        todo: Shapes whose results are to be replaced.
+
+    Raises:
+        InputError: Naming a result of another code, settings or machine.
+    """
+    replaced = {shape.name for shape in todo}
+    for path in stored_files(out):
+        if path.stem not in replaced:
+            _is_of(path, session)
+
+
+def _is_of(path: Path, session: dict[str, Any]) -> bool:
     stored = json.loads(path.read_text())
-    for key in ("code", "settings"):
+    if "refused" in stored:
+        return False
+    for key in ("code", "settings", "machine"):
         was, now = stored["session"][key], session[key]
-        if was != now and "refused" not in stored:
+        if was != now:
             raise InputError(
                 f"{path} is of other {key} ({was}, now {now}; commit "
-                f"{stored['session']['commit']}): give --again, or another --out"
+                f"{stored['session']['commit']}): race its shape with --again, or give another "
+                f"--out"
             )
-    return "refused" not in stored
+    return True

@@ -7,13 +7,14 @@ import sys
 import time
 from collections.abc import Iterator
 from types import FrameType
+from typing import NoReturn
 
 import typer
 
 from rowmesh.lab import Run
 from rowmesh.train.stop import INTERRUPTED, SIGNALS
 
-__all__ = ["follow", "forwarded_signals", "say", "say_failure"]
+__all__ = ["follow", "forwarded_signals", "say", "say_failure", "stopped_by_signals"]
 
 _POLL_S = 0.05
 
@@ -21,6 +22,27 @@ _POLL_S = 0.05
 def say(sentence: str) -> None:
     """A sentence of ours, on stderr."""
     typer.echo(f"rowmesh: {sentence}", err=True)
+
+
+@contextlib.contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP raise KeyboardInterrupt with their name, as Ctrl-C does.
+
+    One that is ignored (as by nohup) or handled already stays so.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    mine = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+    for number in mine:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in mine:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """`rowmesh lab run`, `check`, `list` and `clean`."""
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -13,13 +14,14 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperCommand
 
-from rowmesh.cli.follow import follow, forwarded_signals, say, say_failure
+from rowmesh.cli.follow import follow, forwarded_signals, say, say_failure, stopped_by_signals
 from rowmesh.cli.terminal import one_sentence
 from rowmesh.errors import InputError, check_range
 from rowmesh.lab import HostBytes, Lab, Removed, check_permitted, clean, find_tags, parse_rate
 from rowmesh.lab.command import rank_words
 from rowmesh.lab.measure import TOLERANCE, Reading, measure
 from rowmesh.lab.network import read_congestion
+from rowmesh.lab.run import check_timeout
 
 __all__ = ["lab_app"]
 
@@ -80,40 +82,59 @@ def run_command(
     hosts are removed in any case. Exit code: the command's; 2: bad input; 124: time-out; 130:
     stopped by a signal.
     """
-    with one_sentence():
-        rank_words(command or [], python=sys.executable)  # fail before hosts are made
+    words = command or []
+    with one_sentence(), stopped_by_signals():
+        rank_words(words, python=sys.executable)  # fail before hosts are made
         check_range("ranks-per-host", ranks_per_host, 1)
-        if json_file is not None and not json_file.absolute().parent.is_dir():
-            raise InputError(f"cannot write {json_file}: its folder is not there")
+        check_timeout("--timeout", timeout)
+        _check_writable(json_file)
         _mention_left_overs()
         lab = _choose(hosts, rate, unshaped)
-        with forwarded_signals() as signals, lab:
-            before, begin = lab.counters(), time.monotonic()
-            run = lab.launch(
-                command or [],
-                ranks_per_host=ranks_per_host,
-                log_dir=log_dir,
-                timeout_s=timeout,
-            )
-            code = follow(run, signals)
-            seconds, links = time.monotonic() - begin, _difference(lab.counters(), before)
-            if not signals:
-                say_failure(run)
-        _show_links(links, rate=lab.rate, seconds=seconds)
+        found = _run(lab, words, ranks_per_host=ranks_per_host, log_dir=log_dir, timeout_s=timeout)
         if json_file is not None:
-            found = {
-                "hosts": hosts,
-                "ranks_per_host": ranks_per_host,
-                "rate_bits_per_s": lab.bits,
-                "seconds": seconds,
-                "exit_code": code,
-                "links": [
-                    {"host": i, "sent_bytes": link.sent, "received_bytes": link.received}
-                    for i, link in enumerate(links)
-                ],
-            }
             _write(json_file, found)
-        raise typer.Exit(code)
+        raise typer.Exit(found["exit_code"])
+
+
+def _check_writable(path: Path | None) -> None:
+    """Fail before a run, not after it."""
+    if path is None:
+        return
+    folder = path.absolute().parent
+    problem = None
+    if not folder.is_dir():
+        problem = "its folder is not there"
+    elif path.is_dir():
+        problem = "it is a folder"
+    elif not os.access(path if path.exists() else folder, os.W_OK):
+        problem = "it is not permitted"
+    if problem is not None:
+        raise InputError(f"cannot write {path}: {problem}; give --json another file")
+
+
+def _run(
+    lab: Lab, command: Sequence[str], *, ranks_per_host: int, **options: Any
+) -> dict[str, Any]:
+    """Run the command and show it; what ``--json`` writes."""
+    with forwarded_signals() as signals, lab:
+        before, begin = lab.counters(), time.monotonic()
+        run = lab.launch(command, ranks_per_host=ranks_per_host, **options)
+        code = follow(run, signals)
+        seconds, links = time.monotonic() - begin, _difference(lab.counters(), before)
+        if not signals:
+            say_failure(run)
+    _show_links(links, rate=lab.rate, seconds=seconds)
+    return {
+        "hosts": lab.hosts,
+        "ranks_per_host": ranks_per_host,
+        "rate_bits_per_s": lab.bits,
+        "seconds": seconds,
+        "exit_code": code,
+        "links": [
+            {"host": i, "sent_bytes": link.sent, "received_bytes": link.received}
+            for i, link in enumerate(links)
+        ],
+    }
 
 
 def _mention_left_overs() -> None:
@@ -179,7 +200,7 @@ def check_command(
 
     Exit code 1 if a link is more than 10 % off its rate, or sees traffic from inside a host.
     """
-    with one_sentence():
+    with one_sentence(), stopped_by_signals():
         with Lab(hosts, rate=rate) as lab:
             found, asked, congestion = measure(lab), lab.bits, read_congestion(lab.tag)
         fails = [reading for reading in found if reading.ok is False]

@@ -25,7 +25,7 @@ from rowmesh.lab.network import (
 from rowmesh.lab.permission import check_permitted
 from rowmesh.lab.rates import format_rate, parse_rate
 from rowmesh.lab.remains import remove
-from rowmesh.lab.run import RUN_MARK, Run
+from rowmesh.lab.run import RUN_MARK, Run, check_timeout
 from rowmesh.lab.signals import deferred_signals, exit_on_signals, restore_signals
 from rowmesh.lab.tags import MARK, Tag, new_tag
 
@@ -209,9 +209,10 @@ class Lab:
             timeout_s: See `Run`.
 
         Raises:
-            InputError: If ``ranks_per_host`` or ``command`` is wrong.
+            InputError: If ``ranks_per_host``, ``timeout_s`` or ``command`` is wrong.
         """
         check_range("ranks_per_host", ranks_per_host, 1)
+        check_timeout("timeout_s", timeout_s)
         words = rank_words(command, python=python)
         with self._lock:
             number, self._num_runs = self._num_runs, self._num_runs + 1

@@ -2,22 +2,30 @@
 
 import codecs
 import contextlib
+import math
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from rowmesh.errors import InputError
 from rowmesh.lab.ending import end_processes
 from rowmesh.lab.failures import Failure, last_lines, read_failures
 from rowmesh.lab.remains import processes_marked
 
-__all__ = ["RUN_MARK", "TIMED_OUT", "Run"]
+__all__ = ["RUN_MARK", "TIMED_OUT", "Run", "check_timeout"]
 
 RUN_MARK = "ROWMESH_LAB_RUN"
 TIMED_OUT = 124  # as timeout(1) has it
 _POLL_S = 0.05
 _AFTER_FAILURE_S = 6.0  # other hosts notice within seconds and say why: let them
+
+
+def check_timeout(name: str, seconds: float | None) -> None:
+    """Raise `InputError` unless ``seconds`` is None, or finite and above 0."""
+    if seconds is not None and not 0 < seconds < math.inf:
+        raise InputError(f"{name} is {seconds:g}, but must be a finite number of seconds above 0")
 
 
 class Run:
@@ -137,16 +145,21 @@ class Run:
         return read_failures(logs, self.folder)
 
     def failure(self) -> str:
-        """Who failed first and the last lines of its stderr; empty if the run ended with 0."""
+        """Who failed first and the last lines of its stderr; empty if the run ended with 0.
+
+        After the time-out: that, and the last lines of rank 0. What torchrun says then is only
+        that it was stopped.
+        """
         code = self.poll()
         if code in (None, 0):
             return ""
         if code == TIMED_OUT:
-            return "\n".join(["the run was stopped: its time was over", *self._last_words()])
+            lines = last_lines(self.folder / "rank0.err")
+            return "\n".join(["the run was stopped: its time was over", *lines])
         failures = self.failures
         if failures:
-            return "\n".join([f"{failures[0]}:", *failures[0].lines])
-        return "\n".join([f"torchrun ended with code {code}:", *self._last_words()])
+            return _with_lines(str(failures[0]), failures[0].lines)
+        return _with_lines(f"torchrun ended with code {code}", self._last_words())
 
     def _last_words(self) -> list[str]:
         """Rank 0's, or torchrun's if no rank ever said anything."""
@@ -160,6 +173,10 @@ class Run:
         first = next(iter(self.failures), None)
         worst = next(c for c in codes if c)
         return first.exit_code if first and first.code else 128 - worst if worst < 0 else worst
+
+
+def _with_lines(head: str, lines: Sequence[str]) -> str:
+    return "\n".join([f"{head}:", *lines]) if lines else head
 
 
 class _Tail:
