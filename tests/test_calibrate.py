@@ -243,6 +243,13 @@ def test_dense_bytes_of_no_known_bucket_leave_at_the_end_of_backward(
     assert found.gradients_s == pytest.approx(0.2)
 
 
+def test_the_buckets_of_a_step_must_be_said() -> None:
+    """A caller that forgets them is told, not given a later end of the sums."""
+    given: Any = {"topology": PAIR, "rates": Rates(), "cost": DENSE}
+    with pytest.raises(TypeError, match="'buckets'"):
+        step_time(no_load(2), no_load(2), **given)
+
+
 def replace_kinds(dense: Load) -> Load:
     return Load(dense.values, frozenset({"dense"}))
 
