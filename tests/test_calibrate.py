@@ -28,8 +28,8 @@ from rowmesh.errors import InputError
 from rowmesh.topology import Topology
 from rowmesh.train.calibrate import calibrate
 from rowmesh.train.calibrate.dense import count_dense
-from rowmesh.train.calibrate.links import fit_line, measure_link
-from rowmesh.train.calibrate.rows import fit_costs
+from rowmesh.train.calibrate.links import fit_line, measure_link, num_parcels
+from rowmesh.train.calibrate.rows import fit_costs, row_cost_of
 from rowmesh.train.config import RunConfig
 from rowmesh.train.model import ModelConfig
 from rowmesh.train.planning import PlanConfig
@@ -154,6 +154,32 @@ def test_a_line_through_two_sizes_has_no_latency_in_it() -> None:
     assert fit_line((100, 400), (9.0, 8.0)) == pytest.approx(0.02)  # noise
 
 
+def test_costs_are_sums_of_fits() -> None:
+    """An id costs forward and backward; a row is looked up in one and updated in the other."""
+    cost, fixed = row_cost_of(
+        8,
+        forward=(1.0, 10.0, 100.0),
+        rest=(2.0, 20.0, 200.0),
+        pooled=(4.0, 40.0, 400.0),
+        bags=(8.0, 80.0, 800.0),
+    )
+    assert cost == RowCost(
+        dim=8, id_s=30.0, lookup_s=100.0, update_s=200.0, bag_id_s=120.0, bag_update_s=1200.0
+    )
+    assert fixed == 3.0
+
+
+@pytest.mark.parametrize(
+    ("hosts", "local", "near", "far"), [(2, 2, 1, 4), (4, 1, 0, 3), (1, 4, 3, 0), (2, 1, 0, 1)]
+)
+def test_a_card_carries_the_parcels_of_all_its_ranks(
+    hosts: int, local: int, near: int, far: int
+) -> None:
+    """On 2 x 2 two ranks send two parcels each across hosts, and one each inside."""
+    topology = Topology(hosts=hosts, local=local)
+    assert (num_parcels(topology, "host"), num_parcels(topology, "cross")) == (near, far)
+
+
 def load(forward: float, gradients: float, work: float, *, inside: bool = False) -> Load:
     """What both ranks send and receive, across hosts or inside one."""
     values = no_load(2).values
@@ -182,6 +208,46 @@ def test_a_step_is_the_sum_of_what_nothing_hides() -> None:
     assert found.gradients_s == pytest.approx(0.17)
     assert found.latency_s == pytest.approx(0.25 + 0.5 * 4)
     assert found.total_s == pytest.approx(2.0 + 0.31 + 0.3 + 0.17 + 2.25)
+
+
+@pytest.mark.parametrize(("gradients", "outlast"), [(4.0, 0.0), (7.0, 0.02)])
+def test_gradients_of_embeddings_leave_before_the_end_of_backward(
+    gradients: float, outlast: float
+) -> None:
+    """They are ready at 0.15 s of the 0.2, and take 0.04 or 0.07 s."""
+    rates = Rates(cross_bytes_per_s=100.0)
+    found = step_time(
+        load(0.0, gradients, 0.0),
+        no_load(2),
+        topology=PAIR,
+        rates=rates,
+        cost=DENSE,
+        buckets=(),
+    )
+    assert found.gradients_s == pytest.approx(outlast)
+
+
+@pytest.mark.parametrize("buckets", [(), (0,), (3,)])
+def test_dense_bytes_of_no_known_bucket_leave_at_the_end_of_backward(
+    buckets: tuple[int, ...],
+) -> None:
+    """As those of one bucket do, after the gradients from 0.15 s to 0.17: none is dropped."""
+    found = step_time(
+        load(0.0, 2.0, 0.0),
+        replace_kinds(load(0.0, 20.0, 0.0)),
+        topology=PAIR,
+        rates=Rates(cross_bytes_per_s=100.0),
+        cost=DENSE,
+        buckets=buckets,
+    )
+    assert found.gradients_s == pytest.approx(0.2)
+
+
+def test_the_buckets_of_a_step_must_be_said() -> None:
+    """A caller that forgets them is told, not given a later end of the sums."""
+    given: Any = {"topology": PAIR, "rates": Rates(), "cost": DENSE}
+    with pytest.raises(TypeError, match="'buckets'"):
+        step_time(no_load(2), no_load(2), **given)
 
 
 def replace_kinds(dense: Load) -> Load:

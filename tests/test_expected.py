@@ -11,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from rowmesh.cost import Load, Rates, expect_dense, expect_plan, expect_table, predict, step_seconds
+from rowmesh.cost import (
+    Load,
+    Rates,
+    RowCost,
+    expect_dense,
+    expect_plan,
+    expect_table,
+    predict,
+    step_seconds,
+)
 from rowmesh.cost.load import no_load
 from rowmesh.cost.seconds import latency_seconds, rank_seconds
 from rowmesh.errors import InputError, PlanError
@@ -348,6 +357,94 @@ def test_seconds_follow_the_rates() -> None:
     assert once == twice
     host = latency_seconds(["rows"], topology=Topology(local=2), rates=rates)
     assert host == pytest.approx(4 * rates.host_latency_s)
+
+
+def test_the_messages_of_every_kind_that_wait_for_each_other() -> None:
+    """One for the counts of all, then those of the kind."""
+    rounds = {"rows": 3, "pooled": 3, "relayed": 6, "copies": 2, "squares": 1, "dense": 0}
+    rates = Rates(cross_latency_s=1.0)
+    found = {k: latency_seconds([k], topology=SQUARE, rates=rates) - 1.0 for k in rounds}
+    assert found == rounds
+    assert latency_seconds(rounds, topology=SQUARE, rates=rates) == 1 + 3 + 3 + 6 + 2 + 1
+
+
+WORK_RATES = Rates(
+    rows=(
+        RowCost(dim=4, id_s=2.0, lookup_s=3.0, update_s=5.0, bag_id_s=7.0, bag_update_s=11.0),
+        RowCost(dim=8, id_s=13.0, lookup_s=17.0, update_s=19.0, bag_id_s=23.0, bag_update_s=29.0),
+    )
+)
+COPIES = {"tiers": (Tier(ranks=(0, 1, 2, 3), copies=Copies.WORLD),)}
+COLUMNS = boxes(3, 0, columns=2, rows="none")
+# Of each: what every rank does, then each rank's more, trained; both again, frozen. Each rank asks
+# for 120 ids of 84 distinct rows, all four ranks together for 210 rows.
+WORK: dict[str, tuple[dict[str, Any], int, list[int], int, list[int]]] = {
+    "rows": ({}, 13 * 120, [(17 + 19) * 84] * 4, 13 * 120, [17 * 84] * 4),
+    "rows-no-dedup": (
+        {"dedup": False},
+        13 * 120,
+        [(17 + 19) * 120] * 4,
+        13 * 120,
+        [17 * 120] * 4,
+    ),
+    "rows-on-two": (
+        boxes(3, 0),
+        13 * 120,
+        [(17 + 19) * 2 * 84, 0, 0, (17 + 19) * 2 * 84],
+        13 * 120,
+        [17 * 2 * 84, 0, 0, 17 * 2 * 84],
+    ),
+    "pooled": (
+        {**POOLED, **boxes(0, 3)},
+        0,
+        [23 * 2 * 120 + 29 * 105, 0, 0, 23 * 2 * 120 + 29 * 105],
+        0,
+        [23 * 2 * 120, 0, 0, 23 * 2 * 120],
+    ),
+    "relayed": (
+        {**POOLED, **boxes(2, 3, rows="host")},
+        0,
+        [0, 0, *[13 * 2 * 120 + (17 + 19) * 2 * 84] * 2],
+        0,
+        [0, 0, *[13 * 2 * 120 + 17 * 2 * 84] * 2],
+    ),
+    "copies": (COPIES, 13 * 120 + 17 * 84 + 19 * 210, [0] * 4, 13 * 120 + 17 * 84, [0] * 4),
+    "columns": (
+        COLUMNS,
+        2 * 2 * 120,  # every piece is asked for by itself
+        [(3 + 5) * 4 * 84, 0, 0, (3 + 5) * 4 * 84],
+        2 * 2 * 120,
+        [3 * 4 * 84, 0, 0, 3 * 4 * 84],
+    ),
+    "columns-pooled": (
+        {**POOLED, **COLUMNS},
+        0,
+        [7 * 4 * 120 + 11 * 210, 0, 0, 7 * 4 * 120 + 11 * 210],
+        0,
+        [7 * 4 * 120, 0, 0, 7 * 4 * 120],
+    ),
+    "grid-relayed": (
+        {**POOLED, **boxes(0, 1, 2, 3, columns=2, rows="host")},
+        2 * 2 * 120,  # every rank is a relay of one piece
+        [(3 + 5) * 2 * 84] * 4,
+        2 * 2 * 120,
+        [3 * 2 * 84] * 4,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_the_work_of_every_rank_under_every_exchange(name: str) -> None:
+    """Written out from the ids and rows that a rank of 2 x 2 handles, trained and frozen."""
+    changes, base, more, frozen_base, frozen_more = WORK[name]
+    fields: dict[str, Any] = {"num_embeddings": 6400, "virtual_shards": 64, "embedding_dim": 8}
+    accesses = Accesses(requests=120.0, bags=40.0, growth=(84.0, 140.0, 210.0))
+    table = table_plan(4, **fields | changes)
+    found = expect_table(table, accesses, topology=SQUARE, rates=WORK_RATES)
+    assert found.work == pytest.approx(np.array(more) + base)
+    frozen = replace(table, trainable=False)
+    found = expect_table(frozen, accesses, topology=SQUARE, rates=WORK_RATES)
+    assert found.work == pytest.approx(np.array(frozen_more) + frozen_base)
 
 
 FEATURE = st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=3, max_size=3)

@@ -1,9 +1,14 @@
 """The floor on hand-made ids, where every byte can be counted on paper."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from benchmarks.racing.floor import Bytes, count_bytes, dense_parameters, floor
+from benchmarks.racing.session import FLOOR_BATCHES, Settings, _least
+from benchmarks.racing.shapes import Shape
+from rowmesh.data.synthetic import SyntheticClicks
 
 DIM = 4  # a vector is 16 bytes
 
@@ -55,6 +60,88 @@ def test_only_rows_of_both_steps_are_held_up() -> None:
     least = count([first, second], rows=1000, hosts=2)
     assert least.tables == 3 * 36  # 1, 9 and 11 to host 0
     assert least.again == 16 + 16  # the gradient of 1, then the row
+
+
+def test_bags_are_held_up_by_a_row_of_the_other_step() -> None:
+    """The vectors of both bags of the second step, and the gradient of one of the first."""
+    first = [np.arange(20).reshape(1, 20), np.arange(20, 40).reshape(1, 20)]
+    second = [np.array([[row, *range(start, start + 19)]]) for row, start in ((0, 100), (1, 200))]
+    least = count([first, second], rows=1000, hosts=2)
+    assert least.ways == {"pooled": 1}
+    assert least.again == (2 * 16 + 16) / 2  # half of the bags are of the table's host
+
+
+def test_rows_held_whole_are_held_up_if_both_steps_read_them() -> None:
+    """Rows 1 and 2 of four, to and from two of three hosts."""
+    first, second = [bags(*[1, 2] * 20)] * 3, [bags(*[0, 1, 2, 3] * 10)] * 3
+    least = count([first, second], rows=4, hosts=3)
+    assert least.ways == {"whole": 1}
+    assert (least.tables, least.again) == (2 * 4 * 32, 2 * 2 * 32)
+
+
+def bags_of(clicks: SyntheticClicks, rank: int, step: int) -> list[list[list[int]]]:
+    """[table][bag][id] of one batch, in plain lists."""
+    features = clicks.batch_at(rank, step).sparse_features
+    size = int(clicks.pooling)
+    flat = [features[key].values().tolist() for key in features.keys()]  # noqa: SIM118
+    return [[ids[i : i + size] for i in range(0, len(ids), size)] for ids in flat]
+
+
+def ways_by_hand(now: list, before: list, *, rows: int, vector: int) -> list[tuple[int, int]]:
+    """Bytes of one table on 2 x 2 and those held up: rows, pooled, whole; from [rank][bag][id]."""
+    read, was_read = ({i for rank in s for bag in rank for i in bag} for s in (now, before))
+    fetched, was_fetched = (
+        [
+            {i for rank in step[2 * h : 2 * h + 2] for bag in rank for i in bag if i % 2 != h}
+            for h in (0, 1)
+        ]
+        for step in (now, before)
+    )
+    held = sum(len(f & was_read) for f in fetched) + sum(len(f & read) for f in was_fetched)
+    all_bags, old_bags = ([bag for rank in step for bag in rank] for step in (now, before))
+    held_bags = sum(not was_read.isdisjoint(bag) for bag in all_bags)
+    held_bags += sum(not read.isdisjoint(bag) for bag in old_bags)
+    pooled = 2 * vector * len(all_bags) + 4 * sum(len(bag) for bag in all_bags)
+    return [
+        ((4 + 2 * vector) * sum(len(f) for f in fetched), vector * held),
+        (pooled // 2, vector * held_bags // 2),
+        (2 * vector * rows, 2 * vector * len(read & was_read)),
+    ]
+
+
+@pytest.mark.parametrize(("pooling", "alpha"), [(1, 1.05), (5, 1.2)])
+def test_the_least_bytes_of_a_shape_are_those_of_its_ids(pooling: int, alpha: float) -> None:
+    """Counted in sets over ten batches that go round, the first after the last."""
+    setting = Settings(
+        rounds=1,
+        steps=1,
+        trial_steps=1,
+        cap=50.0,
+        dim=DIM,
+        batch=8,
+        bottom="8,4",
+        top="8,1",
+        flags=(),
+        peer="",
+        folder=Path(),
+    )
+    shape = Shape(hosts=2, local=2, rate="1gbit", pooling=pooling, alpha=alpha)
+    found = _least(shape, setting)
+    clicks = SyntheticClicks(cap=50, alpha=alpha, pooling=pooling, batch_size=8)
+    steps = [[bags_of(clicks, rank, step) for rank in range(4)] for step in range(FLOOR_BATCHES)]
+    tables, again = 0.0, 0.0
+    for table, rows in enumerate(clicks.num_rows):
+        ids = [[rank[table] for rank in step] for step in steps]
+        ways = [
+            ways_by_hand(ids[i], ids[i - 1], rows=rows, vector=4 * DIM)
+            for i in range(FLOOR_BATCHES)
+        ]
+        sums = [[sum(way[k][part] for way in ways) for part in (0, 1)] for k in range(3)]
+        cheapest = min(sums, key=lambda way: way[0])
+        tables, again = tables + cheapest[0] / 10, again + cheapest[1] / 10
+    assert (found.tables, found.again) == pytest.approx((tables, again))
+    # Layers of 13, 8, 4 and, with the products of 27 vectors in pairs, 4 + 351, 8, 1.
+    assert found.dense == 8 * (14 * 8 + 9 * 4 + 356 * 8 + 9 * 1)
 
 
 def test_one_host_sends_nothing() -> None:

@@ -22,6 +22,9 @@ def _check_seconds(costs: object) -> None:
 class RowCost:
     """Seconds a rank computes for ids and rows of one embedding dim.
 
+    Of an id, forward and backward are one number: a frozen table, which has no backward, is charged
+    for its ids as if it were trained.
+
     Args:
         dim: Columns.
         id_s: For each id of a `rows` exchange, at the rank that asks: find the distinct ones,

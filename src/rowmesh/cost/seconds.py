@@ -87,7 +87,7 @@ def step_time(
     topology: Topology,
     rates: Rates,
     cost: DenseCost,
-    buckets: Sequence[int] = (),
+    buckets: Sequence[int],
 ) -> StepTime:
     """The time of a step as the runtime runs it.
 
@@ -102,13 +102,15 @@ def step_time(
         topology: Of the mesh.
         rates: Its speed.
         cost: Of this model's dense layers.
-        buckets: Elements of each dense bucket, in the order backward completes them.
+        buckets: Elements of each dense bucket, in the order backward completes them; without
+            any, ``dense`` is one bucket, ready at the end of backward.
     """
     forward = tables.values[:4] - tables.values[4:8]
     near, across = _link_seconds(forward, topology=topology, rates=rates).max(1)
     back = _link_seconds(tables.values[4:8], topology=topology, rates=rates).max(1)
     sums = _link_seconds(dense.values[4:8], topology=topology, rates=rates).max(1)
-    shares = np.array(buckets, dtype=np.float64) / max(sum(buckets), 1)
+    sizes = np.array(buckets if any(buckets) else (1,), dtype=np.float64)
+    shares = sizes / sizes.sum()
     ready = cost.backward_s * np.cumsum(shares)
     flows = [*zip(ready, shares * sums[1], strict=True)]
     flows.append((cost.backward_s - cost.tail_s, back[1]))

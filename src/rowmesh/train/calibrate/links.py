@@ -9,14 +9,16 @@ import torch
 
 from rowmesh.comm.exchange import Channel, Lane
 from rowmesh.comm.mesh import Mesh
+from rowmesh.topology import Topology
 from rowmesh.train.calibrate.clock import now
 
-__all__ = ["LONG_S", "LinkRate", "fit_line", "measure_link"]
+__all__ = ["LONG_S", "LinkRate", "fit_line", "measure_link", "num_parcels"]
 
 _SMALL: Final = 16  # bytes of a parcel whose time is all latency
 _FIRST, _LARGEST = 1 << 16, 1 << 26  # bytes of a parcel
 LONG_S: Final = 0.08  # an exchange so long is hardly noise
 _REPEATS: Final = 7
+Link = Literal["host", "cross"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +32,17 @@ class LinkRate:
     bytes_per_s: float
 
 
-def measure_link(
-    mesh: Mesh, link: Literal["host", "cross"], *, long_s: float = LONG_S
-) -> LinkRate | None:
+def num_parcels(topology: Topology, link: Link) -> int:
+    """Parcels a link carries each way when every rank sends one to each of its peers on it.
+
+    Inside a host, L - 1 of one rank; across, L (W - L) of all ranks that share a card.
+    """
+    if link == "host":
+        return topology.local - 1
+    return topology.local * (topology.world - topology.local)
+
+
+def measure_link(mesh: Mesh, link: Link, *, long_s: float = LONG_S) -> LinkRate | None:
     """All ranks send to all their peers on one class of links at once; None without such peers.
 
     The latency is the median of small exchanges. The rate is the slope between large exchanges
@@ -43,9 +53,9 @@ def measure_link(
     """
     topology = mesh.topology
     peers = [p for p in mesh.peers() if topology.link(mesh.rank, p).value == link]
-    if (topology.local if link == "host" else topology.hosts) == 1:
+    parcels = num_parcels(topology, link)
+    if not parcels:
         return None
-    link_bytes = len(peers) * (1 if link == "host" else topology.local)
     exchange = _Exchange(mesh, peers)
     latency = exchange.seconds(_SMALL, repeats=40)
     size, taken = _FIRST, 0.0
@@ -55,8 +65,7 @@ def measure_link(
     sizes = (size // 4, size)
     times = [[exchange.seconds(s, repeats=1) for s in sizes] for _ in range(_REPEATS)]
     short, long = (median(column) for column in zip(*times, strict=True))
-    per_byte = fit_line(sizes, (short, long)) / link_bytes
-    return LinkRate(latency_s=latency, bytes_per_s=1.0 / per_byte)
+    return LinkRate(latency_s=latency, bytes_per_s=parcels / fit_line(sizes, (short, long)))
 
 
 def fit_line(sizes: Sequence[int], seconds: Sequence[float]) -> float:

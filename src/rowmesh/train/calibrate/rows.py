@@ -21,11 +21,12 @@ from rowmesh.tables import EmbeddingBagConfig
 from rowmesh.topology import Topology
 from rowmesh.train.calibrate.clock import now
 
-__all__ = ["BATCHES", "fit_costs", "measure_rows"]
+__all__ = ["BATCHES", "fit_costs", "measure_rows", "row_cost_of"]
 
 _TABLES, _ROWS, _POOLING = 16, 40_000, 8
 BATCHES: Final = (256, 4096)
 _REPEATS: Final = 3
+_Fit = Sequence[float]  # fixed, per id, per row
 
 
 def measure_rows(
@@ -45,23 +46,33 @@ def measure_rows(
         table = _Timed(dim, exchange, mesh)
         points = [table.time(b, few) for b, few in itertools.product(batches, (False, True))]
         forward, rest = (fit_costs([(q, d, t[i]) for q, d, t in points]) for i in (0, 1))
-        found.append((forward, rest))
-    (forward, rest), (pooled, bags) = found
-    numbers = torch.tensor(
-        [
-            forward[1] + rest[1],
-            forward[2],
-            rest[2],
-            pooled[1] + bags[1],
-            pooled[2] + bags[2],
-            forward[0] + rest[0],
-        ],
-        dtype=torch.float64,
-        device=mesh.device,
+        found += [forward, rest]
+    numbers = torch.tensor(found, dtype=torch.float64, device=mesh.device)
+    forward, rest, pooled, bags = (mesh.total(numbers) / mesh.world).tolist()
+    return row_cost_of(dim, forward=forward, rest=rest, pooled=pooled, bags=bags)
+
+
+def row_cost_of(
+    dim: int, *, forward: _Fit, rest: _Fit, pooled: _Fit, bags: _Fit
+) -> tuple[RowCost, float]:
+    """The costs at one dim, and the seconds of an empty batch's step.
+
+    Args:
+        dim: Columns.
+        forward, rest: Fixed, per id and per row: of a `rows` exchange's forward, and of its
+            backward and step. An id and an empty batch cost both; a row is looked up in the first
+            and updated in the second.
+        pooled, bags: The same of a `pooled` exchange; ids and rows cost both.
+    """
+    cost = RowCost(
+        dim=dim,
+        id_s=forward[1] + rest[1],
+        lookup_s=forward[2],
+        update_s=rest[2],
+        bag_id_s=pooled[1] + bags[1],
+        bag_update_s=pooled[2] + bags[2],
     )
-    *costs, fixed = (mesh.total(numbers) / mesh.world).tolist()
-    names = ("id_s", "lookup_s", "update_s", "bag_id_s", "bag_update_s")
-    return RowCost(dim=dim, **dict(zip(names, costs, strict=True))), fixed
+    return cost, forward[0] + rest[0]
 
 
 def fit_costs(points: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
