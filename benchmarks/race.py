@@ -54,6 +54,8 @@ def main() -> None:
         sys.exit(2)
     print(f"{len(todo)} of {len(shapes)} shapes to run beside TorchRec {TORCHREC}", flush=True)
     settings = Settings(**session["settings"], peer=peer, folder=args.out.resolve())
+    for stale in args.out.glob("*.topology") if args.again else ():
+        stale.unlink()
     run(todo, settings, session=session, out=args.out)
     results = [json.loads(path.read_text()) for path in stored_files(args.out)]
     write_report(results, args.out)
