@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from benchmarks.racing.floor import Bytes, count_bytes, dense_parameters, floor
-from benchmarks.racing.session import FLOOR_BATCHES, Settings, _least
+from benchmarks.racing.session import Settings, _least
 from benchmarks.racing.shapes import Shape
 from rowmesh.data.synthetic import SyntheticClicks
 
 DIM = 4  # a vector is 16 bytes
+BATCHES = 10
 
 
 def bags(*ids: int) -> np.ndarray:
@@ -121,24 +122,24 @@ def test_the_least_bytes_of_a_shape_are_those_of_its_ids(pooling: int, alpha: fl
         batch=8,
         bottom="8,4",
         top="8,1",
-        flags=(),
+        batches=BATCHES,
+        seed=0,
+        dense_opt="adagrad",
+        default_malloc=False,
         peer="",
         folder=Path(),
     )
     shape = Shape(hosts=2, local=2, rate="1gbit", pooling=pooling, alpha=alpha)
     found = _least(shape, setting)
     clicks = SyntheticClicks(cap=50, alpha=alpha, pooling=pooling, batch_size=8)
-    steps = [[bags_of(clicks, rank, step) for rank in range(4)] for step in range(FLOOR_BATCHES)]
+    steps = [[bags_of(clicks, rank, step) for rank in range(4)] for step in range(BATCHES)]
     tables, again = 0.0, 0.0
     for table, rows in enumerate(clicks.num_rows):
         ids = [[rank[table] for rank in step] for step in steps]
-        ways = [
-            ways_by_hand(ids[i], ids[i - 1], rows=rows, vector=4 * DIM)
-            for i in range(FLOOR_BATCHES)
-        ]
+        ways = [ways_by_hand(ids[i], ids[i - 1], rows=rows, vector=4 * DIM) for i in range(BATCHES)]
         sums = [[sum(way[k][part] for way in ways) for part in (0, 1)] for k in range(3)]
         cheapest = min(sums, key=lambda way: way[0])
-        tables, again = tables + cheapest[0] / 10, again + cheapest[1] / 10
+        tables, again = tables + cheapest[0] / BATCHES, again + cheapest[1] / BATCHES
     assert (found.tables, found.again) == pytest.approx((tables, again))
     # Layers of 13, 8, 4 and, with the products of 27 vectors in pairs, 4 + 351, 8, 1.
     assert found.dense == 8 * (14 * 8 + 9 * 4 + 356 * 8 + 9 * 1)
