@@ -19,7 +19,7 @@ from rowmesh.train.model import build_model
 
 __all__ = ["count_dense", "measure_dense"]
 
-_REPEATS: Final = 16
+_REPEATS: Final = 12
 
 
 def measure_dense(config: RunConfig, mesh: Mesh) -> DenseCost:
