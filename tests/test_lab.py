@@ -259,7 +259,7 @@ def test_a_signal_is_130_and_a_sentence_unless_it_is_ignored(
         (["--ranks-per-host", "0", "--", RANK], "ranks-per-host is 0, but must be at least 1"),
         (["--hosts", "2", RANK], "the command goes after --, as"),
         (["--hosts", "2", "--"], "there is no command: give script.py"),
-        (["--json", "no/such.json", "--", RANK], "cannot write no/such.json: its folder is not"),
+        (["--json", "no/such.json", "--", RANK], "cannot write the bytes to no/such.json: "),
         (["--json", str(SCRIPTS), "--", RANK], "scripts: it is a folder; give --json another"),
         (["--timeout", "nan", "--", RANK], "--timeout is nan, but must be a finite number"),
         (["--timeout", "inf", "--", RANK], "--timeout is inf, but must be a finite number"),

@@ -1,7 +1,6 @@
 """`rowmesh lab run`, `check`, `list` and `clean`."""
 
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from typer.core import TyperCommand
 from rowmesh.cli.follow import follow, forwarded_signals, say, say_failure, stopped_by_signals
 from rowmesh.cli.terminal import one_sentence
 from rowmesh.errors import InputError, check_range
+from rowmesh.files import check_target, write_whole
 from rowmesh.lab import HostBytes, Lab, Removed, check_permitted, clean, find_tags, parse_rate
 from rowmesh.lab.command import rank_words
 from rowmesh.lab.measure import TOLERANCE, Reading, measure
@@ -87,29 +87,14 @@ def run_command(
         rank_words(words, python=sys.executable)  # fail before hosts are made
         check_range("ranks-per-host", ranks_per_host, 1)
         check_timeout("--timeout", timeout)
-        _check_writable(json_file)
+        if json_file is not None:  # fail before a run, not after it
+            check_target(json_file, what="the bytes", way_out="give --json another file")
         _mention_left_overs()
         lab = _choose(hosts, rate, unshaped)
         found = _run(lab, words, ranks_per_host=ranks_per_host, log_dir=log_dir, timeout_s=timeout)
         if json_file is not None:
             _write(json_file, found)
         raise typer.Exit(found["exit_code"])
-
-
-def _check_writable(path: Path | None) -> None:
-    """Fail before a run, not after it."""
-    if path is None:
-        return
-    folder = path.absolute().parent
-    problem = None
-    if not folder.is_dir():
-        problem = "its folder is not there"
-    elif path.is_dir():
-        problem = "it is a folder"
-    elif not os.access(path if path.exists() else folder, os.W_OK):
-        problem = "it is not permitted"
-    if problem is not None:
-        raise InputError(f"cannot write {path}: {problem}; give --json another file")
 
 
 def _run(
@@ -181,7 +166,7 @@ def _show_links(links: Sequence[HostBytes], *, rate: str, seconds: float) -> Non
 
 def _write(path: Path, found: dict[str, Any]) -> None:
     try:
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        write_whole(path, json.dumps(found, indent=1) + "\n")
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from None
 

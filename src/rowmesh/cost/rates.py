@@ -90,7 +90,7 @@ class DenseCost:
         )
 
 
-# Measured by `rowmesh calibrate` on two cores of a shared x86 machine, rounded.
+# Of one core of a shared x86 machine, from steps of 26 tables on one rank; rounded.
 _TWO_CORES: Final = (
     RowCost(dim=16, id_s=5e-8, lookup_s=5e-8, update_s=2.7e-7, bag_id_s=1e-7, bag_update_s=2.6e-7),
     RowCost(
