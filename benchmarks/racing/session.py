@@ -98,7 +98,8 @@ def run_group(
             tried[shape] |= trial(shape, extra[shape])
             roles = dict.fromkeys(entry.role for entry in extra[shape])
             best[shape] += [_fastest(tried[shape], role) for role in roles]
-        place.keep({entry for entries in best.values() for entry in entries})
+            # before the next shape's start: all of them at once may not fit the memory
+            place.keep({entry for entries in best.values() for entry in entries})
         least = _least(first, settings)
         for shape in shapes:
             result = _rounds(place, shape, best[shape], settings=settings, say=say)
