@@ -8,6 +8,7 @@ import functools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from rowmesh.placement import (
     Split,
     TablePlan,
     Tier,
+    make_hot_set,
 )
 from rowmesh.placement.columns import num_blocks
 from rowmesh.placement.dense import bucket_elements
@@ -58,6 +60,8 @@ class Table:
     dedup: bool = True
     shards: int = 16
     trainable: bool = True
+    hot: tuple[int, ...] = ()
+    sums: str = "sparse"  # of hot rows, or of the copies
 
     @property
     def split(self) -> Split:
@@ -97,8 +101,16 @@ class Case:
         tables = []
         for c, collection in enumerate(self.collections):
             for config, table in zip(configs(self, c), collection.tables, strict=True):
-                everywhere = not table.ranks
-                ranks = tuple(range(self.world)) if everywhere else table.ranks
+                everywhere, world = not table.ranks, tuple(range(self.world))
+                ranks = world if everywhere else table.ranks
+                rest = Tier(
+                    ranks=ranks,
+                    copies=Copies.WORLD if everywhere else Copies.GROUP,
+                    split=table.split,
+                    sums=table.sums if everywhere else "sparse",
+                )
+                hot = make_hot_set(config.name, np.array(table.hot)) if table.hot else None
+                tier = hot and Tier(ranks=world, copies=Copies.WORLD, rows=hot, sums=table.sums)
                 tables.append(
                     TablePlan(
                         name=config.name,
@@ -109,13 +121,7 @@ class Case:
                         pooling=PoolingType(str(config.pooling)),
                         feature_names=tuple(config.feature_names),
                         virtual_shards=table.shards,
-                        tiers=(
-                            Tier(
-                                ranks=ranks,
-                                copies=Copies.WORLD if everywhere else Copies.GROUP,
-                                split=table.split,
-                            ),
-                        ),
+                        tiers=(tier, rest) if tier else (rest,),
                         exchange=Exchange(table.exchange),
                         dedup=table.dedup,
                         trainable=table.trainable,
@@ -307,16 +313,25 @@ def tables(
     placed = Table(rows=1, dim=dim, **draw(places(world, hosts, dim, place)))
     inexact = placed.split.rows == "all" and len(placed.ranks) > placed.columns
     pooled_ok = kind != "sequence" and not (exact and inexact)
+    rows, exchange = draw(st.integers(1, 40)), "rows"
+    if pooled_ok:
+        exchange = draw(st.sampled_from(["rows", "pooled"]))
+    hot: list[int] = []
+    if placed.ranks and exchange == "rows":
+        ids = st.lists(st.integers(0, rows - 1), unique=True, max_size=rows)
+        hot = draw(st.one_of(st.just([]), ids, st.just(list(range(rows)))))
     return replace(
         placed,
-        rows=draw(st.integers(1, 40)),
+        rows=rows,
         features=draw(st.integers(1, 2)),
         mean=kind == "bags" and draw(st.booleans()),
         dtype=draw(st.sampled_from(["fp32", "fp32", "fp32", "fp16", "bf16"])) if exact else "fp32",
-        exchange=draw(st.sampled_from(["rows", "pooled"])) if pooled_ok else "rows",
+        exchange=exchange,
         dedup=draw(st.booleans()),
         shards=draw(st.sampled_from([4, 5, 16, 256])),
         trainable=draw(st.integers(0, 7)) > 0,
+        hot=tuple(hot),
+        sums=draw(st.sampled_from(["sparse", "sparse", "dense", "bucket"])),
     )
 
 
@@ -349,6 +364,7 @@ def cases(
             by_host=False,
             exchange="pooled",
             dtype="fp32",
+            hot=(),
         )
         collections = (Collection(kind="bags", tables=(split, *collections[0].tables[1:])),)
     if place is not None:

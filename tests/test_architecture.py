@@ -31,14 +31,23 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runtime": {"comm", "storage", "nn", "optim"},
     "models": {"nn"},
     "data": set(),
+    "profile": {"data"},
     "lab": set(),
     "train": {
         *("planners", "cost", "runtime", "comm", "storage", "models", "nn", "data", "optim", "lab"),
+        "profile",
     },
     "recipes": {"train", "data"},
-    "cli": {"train", "planners", "cost", "comm", "data", "models", "nn", "lab"},
+    "reproduce": {"train", "planners", "cost", "runtime", "comm", "data", "lab"},
+    "cli": {
+        *("train", "planners", "cost", "comm", "data", "models", "nn", "lab", "profile"),
+        "reproduce",
+    },
 }
-NO_PROCESS_GROUPS = {*WORDS, "cost", "planners", "nn", "optim", "models", "data", "storage", "lab"}
+NO_PROCESS_GROUPS = {
+    *WORDS,
+    *("cost", "planners", "nn", "optim", "models", "data", "profile", "storage", "lab"),
+}
 MAX_LINES = 400
 
 

@@ -139,7 +139,7 @@ def test_parquet_that_is_not_there_or_not_parquet(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        "flip",
+        pytest.param("flip", marks=pytest.mark.nightly),
         pytest.param("cut", marks=pytest.mark.nightly),
         pytest.param("no metadata", marks=pytest.mark.nightly),
     ],

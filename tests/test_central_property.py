@@ -19,7 +19,7 @@ FAILING = Path("failing-plans")
 SUITE = settings(
     derandomize=True,
     deadline=None,
-    max_examples=50,
+    max_examples=42,
     print_blob=False,
     suppress_health_check=list(HealthCheck),
 )
@@ -86,7 +86,7 @@ def test_exact_plans_equal_the_oracle_bitwise(world: int, data: st.DataObject) -
 
 
 @pytest.mark.parametrize("place", ["columns", "boxes", "host", "grid"])
-@settings(SUITE, max_examples=15)
+@settings(SUITE, max_examples=10)
 @given(data=st.data())
 def test_every_split_on_two_hosts_equals_the_oracle_bitwise(
     place: str, data: st.DataObject
@@ -95,7 +95,7 @@ def test_every_split_on_two_hosts_equals_the_oracle_bitwise(
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@settings(SUITE, max_examples=25)
+@settings(SUITE, max_examples=15)
 @given(data=st.data())
 def test_row_split_pooled_plans_equal_the_oracle_within_tolerance(
     world: int, data: st.DataObject

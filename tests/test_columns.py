@@ -203,6 +203,7 @@ def test_mixing_moves_half_the_bits() -> None:
         assert abs(np.unpackbits(moved.view(np.uint8)).mean() - 0.5) < 0.02
 
 
+@pytest.mark.nightly
 def test_the_same_rows_in_another_process() -> None:
     call = "features_from_columns({'f': ['a', 'käse', '']}, num_rows={'f': 97}).values().tolist()"
     code = f"from rowmesh.data import features_from_columns; print({call})"

@@ -23,8 +23,8 @@ from rowmesh.placement import Homes
 from rowmesh.runtime.export_files import _tensors, pack_files
 from rowmesh.runtime.importing import share_of
 from rowmesh.runtime.oracle import materialise
+from rowmesh.runtime.places import Region
 from rowmesh.runtime.regions import put_region
-from rowmesh.runtime.stacks import Region
 from tests.cases import DENSE, RULES, Case, Collection, Model, Table
 from tests.ranks import run_on_ranks
 

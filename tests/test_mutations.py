@@ -11,23 +11,37 @@ import torch
 
 from rowmesh.comm.mesh import Mesh
 from rowmesh.nn import kernels
-from rowmesh.runtime import embeddings, gradients, optimizer, relay, shard, squares
+from rowmesh.runtime import (
+    copies,
+    embeddings,
+    export,
+    gradients,
+    optimizer,
+    relay,
+    routes,
+    shard,
+    squares,
+)
 from tests.cases import Case, Collection, Run, Table, train_case
 from tests.ranks import RankError, run_on_ranks
 from tests.test_central_property import differences
 
 
 def make_case(world: int) -> Case:
-    """Copies, a whole table pooled by its owner, a row-wise table whose ranks are not sorted; on
-    four ranks of two hosts also columns on two hosts, and a grid whose sums are relayed."""
+    """Copies, a whole table pooled by its owner, row-wise tables whose ranks are not sorted, two
+    of them with hot rows; on four ranks of two hosts also columns on two hosts with hot rows, and
+    a grid whose sums are relayed."""
+    everyone = tuple(reversed(range(world)))
     tables = (
         Table(rows=8, dim=4, ranks=()),
         Table(rows=8, dim=4, ranks=(1,), exchange="pooled"),
-        Table(rows=16, dim=4, ranks=tuple(reversed(range(world)))),
+        Table(rows=16, dim=4, ranks=everyone),
+        Table(rows=16, dim=4, ranks=everyone, hot=(0, 3, 8, 11)),
+        Table(rows=16, dim=4, ranks=everyone, hot=(0, 5, 6, 15), sums="bucket"),
     )
     if world == 4:
         tables += (
-            Table(rows=8, dim=8, ranks=(3, 0), columns=2),
+            Table(rows=8, dim=8, ranks=(3, 0), columns=2, hot=(1, 2, 7)),
             Table(rows=8, dim=8, ranks=(2, 3, 1, 0), columns=2, by_host=True, exchange="pooled"),
         )
     bags = [[0, 3, 3], [5, 1], [7, 3, 3, 2]]
@@ -100,8 +114,13 @@ def exchanged_tags_on_one_rank(mesh: Mesh) -> Patch:
 
 
 def dense_gradients_not_summed(mesh: Mesh) -> Patch:
+    original = optimizer.DenseBuckets.reduce
+
     def reduce(self: Any) -> None:
-        self.discard()
+        own = [None if p.grad is None else p.grad.clone() for p in self.parameters]
+        original(self)
+        for parameter, grad in zip(self.parameters, own, strict=True):
+            parameter.grad = grad
 
     return mock.patch.object(optimizer.DenseBuckets, "reduce", reduce)
 
@@ -162,7 +181,10 @@ def sample_order_lost_within_a_part(mesh: Mesh) -> Patch:
 
 
 def squares_of_own_columns_only(mesh: Mesh) -> Patch:
-    return mock.patch.object(squares.ColumnSquares, "add", return_value={})
+    def add(self: Any, parts: Any) -> Any:
+        return [None] * len(parts)
+
+    return mock.patch.object(squares.ColumnSquares, "add", add)
 
 
 def column_blocks_added_in_another_order(mesh: Mesh) -> Patch:
@@ -218,13 +240,53 @@ def ranks_added_flat_not_host_first(mesh: Mesh) -> Patch:
 def dense_gradients_added_flat_not_host_first(mesh: Mesh) -> Patch:
     original = shard.DenseBuckets
 
-    def flat(parameters: Any, mesh: Mesh, span: int) -> Any:
-        return original(parameters, mesh, mesh.world)
+    def flat(parameters: Any, mesh: Mesh, span: int, **riders: Any) -> Any:
+        return original(parameters, mesh, mesh.world, **riders)
 
     return mock.patch.object(shard, "DenseBuckets", flat)
 
 
+def hot_rows_mixed_up(mesh: Mesh) -> Patch:
+    def change(route: Any) -> Any:
+        return replace(route, copied_slots=route.copied_slots.roll(1))
+
+    return _reroute(change if mesh.rank == 1 else lambda route: route)
+
+
+def hot_rows_taken_for_cold_ones(mesh: Mesh) -> Patch:
+    original = routes._find_hot
+
+    def find(*args: Any) -> Any:
+        run, slot = original(*args)
+        return run[:0], slot[:0]
+
+    return mock.patch.object(routes, "_find_hot", find)
+
+
+def one_ranks_hot_gradients_left_out(mesh: Mesh) -> Patch:
+    original = copies.CopyRider.pack
+
+    def pack(self: Any, out: torch.Tensor) -> None:
+        original(self, out)
+        out.zero_()
+
+    return mock.patch.object(copies.CopyRider, "pack", pack if mesh.rank == 1 else original)
+
+
+def homes_of_hot_rows_left_stale(mesh: Mesh) -> Patch:
+    return mock.patch.object(export, "refresh_homes")
+
+
+def squares_of_hot_rows_by_piece(mesh: Mesh) -> Patch:
+    return mock.patch.object(squares.ColumnSquares, "_add_hot", return_value={})
+
+
 MUTATIONS = [
+    hot_rows_mixed_up,
+    hot_rows_taken_for_cold_ones,
+    one_ranks_hot_gradients_left_out,
+    homes_of_hot_rows_left_stale,
+    squares_of_hot_rows_by_piece,
     swapped_rows_in_a_request,
     gradient_of_a_duplicate_dropped,
     owners_in_sorted_order_on_one_rank,

@@ -479,7 +479,7 @@ def test_plans_for_another_model_or_mesh_and_those_not_run_yet_say_so() -> None:
         "PlanError: the plan names table 'c0_t9': did you mean",
         "PlanError: table 'c0_t0': its rows is 12 in the model, 13 in the plan",
         "PlanError: the plan's dense buckets hold 5 elements",
-        "NotExecutable: the plan is valid, but this version does not run hot sets",
+        "PlanError: table 'c0_t1': the plan came without its hot rows: read it with rm.load_plan",
         "NotExecutable: the plan is valid, but this version does not run shard groups of 1 of 2",
     ]
     assert len(found) == len(sentences)

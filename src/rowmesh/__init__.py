@@ -3,7 +3,7 @@
 Write single-device code, make a plan, shard. `docs/` explains the plan and what is exact.
 """
 
-from rowmesh import data, models
+from rowmesh import data, models, profile
 from rowmesh.comm import Mesh, init_mesh
 from rowmesh.cost import Rates, predict
 from rowmesh.errors import (
@@ -74,6 +74,7 @@ __all__ = [
     "make_plan",
     "models",
     "predict",
+    "profile",
     "save_plan",
     "shard",
     "unshard",

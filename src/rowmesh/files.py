@@ -38,8 +38,8 @@ def check_target(path: str | Path, *, what: str, way_out: str) -> None:
         raise InputError(f"cannot write {what} to {path}: {problem}; {way_out}")
 
 
-def write_whole(path: str | Path, text: str) -> None:
-    """Write ``text`` to ``path``; a reader sees all of it or what was there before.
+def write_whole(path: str | Path, content: str | bytes) -> None:
+    """Write ``content`` to ``path``; a reader sees all of it or what was there before.
 
     Raises:
         OSError: If it cannot be written; what was there before is then still there.
@@ -49,7 +49,7 @@ def write_whole(path: str | Path, text: str) -> None:
         raise OSError(None, "it is no regular file", str(path))
     partial = _partial(path)
     try:
-        partial.write_text(text)
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

@@ -1,12 +1,12 @@
-"""What is known about accesses: requests and distinct rows per table and batch.
+"""What is known about accesses: requests and distinct rows per table and batch, and hot rows.
 
-Planners read it; without it they assume bounded Zipf ids. `rowmesh profile` will add more.
+Planners read it; without it they assume bounded Zipf ids.
 """
 
 import functools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,37 @@ from rowmesh.errors import InputError
 from rowmesh.features import KeyedJaggedTensor
 from rowmesh.tables import TableConfig
 
-__all__ = ["Accesses", "Stats"]
+__all__ = ["Accesses", "Heat", "Stats"]
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Heat:
+    """The rows of a table that were asked for, or the hottest of them, hottest first.
+
+    The rows are ordered by what some batches ask for, and their means are taken from others: rows
+    that lead an order by chance would seem hotter than they are.
+
+    Args:
+        ids: Distinct rows.
+        scores: What they are ordered by: the share of batches that contain the row.
+        requests: Mean requests of a rank's batch.
+        presence: Share of other batches that contain the row.
+    """
+
+    ids: NDArray[np.int64]
+    scores: Floats
+    requests: Floats
+    presence: Floats
+
+    def marked(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of the rows are among ``ids``, ascending."""
+        place = np.minimum(np.searchsorted(ids, self.ids), max(0, len(ids) - 1))
+        found: NDArray[np.bool_] = (
+            ids[place] == self.ids if len(ids) else np.zeros(len(self.ids), dtype=bool)
+        )
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,11 +56,13 @@ class Accesses:
         requests: Ids looked up.
         bags: Bags with at least one id.
         growth: Distinct rows in one batch, in two batches together, in four, in eight, ...
+        heat: Of single rows, if known.
     """
 
     requests: float
     bags: float
     growth: tuple[float, ...]
+    heat: Heat | None = field(default=None, compare=False, repr=False)
 
     @property
     def distinct(self) -> float:
@@ -49,6 +81,35 @@ class Accesses:
         slope = math.log2(self.growth[i + 1] / self.growth[i])
         return self.growth[i] * math.pow(num_batches / 2**i, slope)
 
+    def part(self, rows: NDArray[np.int64] | int) -> tuple["Accesses", "Accesses"]:
+        """Accesses of some rows, and of all others.
+
+        Of rows in share p of the batches, sum(1 - (1 - p)^n) are in n batches together. Bags
+        count in both parts.
+
+        Args:
+            rows: Their ids, ascending; or how many of the hottest.
+
+        Raises:
+            InputError: If nothing is known of single rows.
+        """
+        if self.heat is None:
+            raise InputError(
+                "the statistics do not know single rows: count batches, or run rowmesh profile"
+            )
+        chosen = slice(rows) if isinstance(rows, int) else self.heat.marked(rows)
+        touched = self.heat.presence[chosen]
+        growth = []
+        for total in self.growth:
+            growth.append(min(total, float(touched.sum())))
+            touched = touched * (2.0 - touched)  # 1 - (1 - t)^2: in twice as many batches
+        requests = min(self.requests, float(self.heat.requests[chosen].sum()))
+        hot = replace(self, requests=requests, growth=tuple(growth), heat=None)
+        rest = [total - own for total, own in zip(self.growth, growth, strict=True)]
+        rest = np.maximum.accumulate(rest).tolist()  # more batches do not hold fewer rows
+        cold = replace(self, requests=self.requests - requests, growth=tuple(rest), heat=None)
+        return hot, cold
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stats:
@@ -61,7 +122,10 @@ class Stats:
     def from_batches(
         tables: Iterable[TableConfig], batches: Iterable[KeyedJaggedTensor]
     ) -> "Stats":
-        """Count what ``batches`` (of one rank) ask of ``tables``; the means are kept."""
+        """Count what ``batches`` (of one rank) ask of ``tables``; means, and single rows, are kept.
+
+        Rows are ordered by every other batch, and their means taken from those between.
+        """
         tables, batches = list(tables), list(batches)
         if not batches:
             raise InputError("statistics need at least one batch")
@@ -74,6 +138,7 @@ class Stats:
                 requests=float(np.mean([len(i) for i in ids])),
                 bags=float(np.mean(bags)),
                 growth=_growth(ids),
+                heat=count_heat(ids),
             )
         sizes = [batch.stride() for batch in batches]
         return Stats(batch_size=round(sum(sizes) / len(sizes)), tables=found)
@@ -112,6 +177,33 @@ def _growth(ids: list[NDArray[np.int64]]) -> tuple[float, ...]:
         found.append(float(np.mean([len(np.unique(run)) for run in runs])))
         width *= 2
     return tuple(found)
+
+
+def count_heat(ids: list[NDArray[np.int64]]) -> Heat:
+    """The heat of the rows in every other batch; of one batch alone, by itself."""
+    first, second = (ids[0::2], ids[1::2]) if len(ids) > 1 else (ids, ids)
+    rows, found, _ = _count(first)
+    others, presence, requests = _count(second)
+    order = np.lexsort((rows, -found))
+    rows, scores = rows[order], found[order]
+    place = np.minimum(np.searchsorted(others, rows), max(0, len(others) - 1))
+    known = others[place] == rows if len(others) else np.zeros(len(rows), dtype=bool)
+    return Heat(
+        ids=rows,
+        scores=scores,
+        requests=np.where(known, requests[place] if len(others) else 0.0, 0.0),
+        presence=np.where(known, presence[place] if len(others) else 0.0, 0.0),
+    )
+
+
+def _count(ids: list[NDArray[np.int64]]) -> tuple[NDArray[np.int64], Floats, Floats]:
+    """Distinct rows, the share of the batches that contain each, and its requests in a batch."""
+    each = [np.unique(i, return_counts=True) for i in ids]
+    rows, place = np.unique(np.concatenate([r for r, _ in each]), return_inverse=True)
+    counts = np.concatenate([c for _, c in each])
+    presence = np.bincount(place, minlength=len(rows)) / len(ids)
+    requests = np.bincount(place, weights=counts, minlength=len(rows)) / len(ids)
+    return rows, presence, requests
 
 
 @functools.lru_cache(maxsize=4096)

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import Progress
 from typer.core import TyperGroup
 
-from rowmesh.cli.terminal import Alpha, Batch, Exchange, Split, one_sentence
-from rowmesh.cli.workload import Workload, read_workload, workload_of_run
+from rowmesh.cli.terminal import Alpha, Batch, Exchange, Split, Tiers, one_sentence
+from rowmesh.cli.workload import Knowledge, Workload, read_workload, workload_of_run
 from rowmesh.cost import load_calibration
 from rowmesh.data import CRITEO_KAGGLE, SyntheticClicks
 from rowmesh.errors import InputError
@@ -88,6 +88,11 @@ def plan_command(
     alpha: Alpha = _DATA.alpha,
     split: Split = _PLAN.split,
     exchange: Exchange = _PLAN.exchange,
+    tiers: Tiers = _PLAN.tiers,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="Accesses that rowmesh profile counted; else ids are assumed Zipf."),
+    ] = None,
     memory_per_rank: Memory = None,
     calibration: Annotated[
         Path | None,
@@ -101,14 +106,21 @@ def plan_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the plan to this file as JSON.")] = None,
 ) -> None:
-    """Print the plan for a cluster, without any cluster; ids are assumed Zipf.
+    """Print the plan for a cluster, without any cluster.
+
+    Accesses are those of --profile; without one ids are assumed Zipf, or, where --tiers asks for
+    hot rows, batches of the recipe's data are counted.
 
     rowmesh plan diff A B compares two plan files.
     """
     with one_sentence():
-        workload = _workload(source, tables=tables, dim=dim, cap=cap, batch=batch, alpha=alpha)
         limit, said = _memory(memory_per_rank, hosts, ranks_per_host)
         topology = Topology(hosts=hosts, local=ranks_per_host, memory_bytes=limit)
+        known = Knowledge(
+            tiers=tiers, profile=None if profile is None else str(profile), topology=topology
+        )
+        sizes = {"--tables": tables, "--dim": dim, "--cap": cap}
+        workload = _workload(source, sizes, batch=batch, alpha=alpha, knowledge=known)
         rates = None
         if calibration is not None:
             rates = load_calibration(calibration, topology=topology).rates
@@ -122,6 +134,7 @@ def plan_command(
                 exchange=exchange,
                 constraints=workload.constraints,
                 rates=rates,
+                tiers=tiers,
                 on_progress=on_progress,
             )
         if out is not None:
@@ -146,22 +159,23 @@ def diff_command(
 
 def _workload(
     source: Path | None,
+    sizes: dict[str, int | None],
     *,
-    tables: int | None,
-    dim: int | None,
-    cap: int | None,
     batch: int,
     alpha: float,
+    knowledge: Knowledge,
 ) -> Workload:
     if source is not None:
-        for name, value in (("--tables", tables), ("--dim", dim), ("--cap", cap)):
+        for name, value in sizes.items():
             if value is not None:
                 raise InputError(f"{name} {value} goes without a file, but {source} was given")
-        return read_workload(source, batch_size=batch, alpha=alpha)
+        return read_workload(source, batch_size=batch, alpha=alpha, knowledge=knowledge)
+    tables, dim, cap = sizes.values()
     number = len(CRITEO_KAGGLE) if tables is None else max(tables, 0)
-    sizes = tuple(itertools.islice(itertools.cycle(CRITEO_KAGGLE), number))
-    data = SyntheticClicks(cardinalities=sizes, cap=cap, alpha=alpha, batch_size=batch)
-    return workload_of_run(RunConfig(data=data, model=ModelConfig(dim=64 if dim is None else dim)))
+    rows = tuple(itertools.islice(itertools.cycle(CRITEO_KAGGLE), number))
+    data = SyntheticClicks(cardinalities=rows, cap=cap, alpha=alpha, batch_size=batch)
+    model = ModelConfig(dim=64 if dim is None else dim)
+    return workload_of_run(RunConfig(data=data, model=model), knowledge=knowledge)
 
 
 def _memory(text: str | None, hosts: int, local: int) -> tuple[int | None, str]:

@@ -20,6 +20,7 @@ __all__ = [
     "Recipe",
     "Settings",
     "Split",
+    "Tiers",
     "one_sentence",
 ]
 
@@ -49,6 +50,9 @@ Split = Annotated[
     ),
 ]
 Exchange = Annotated[str, typer.Option(help="What travels: auto, rows or pooled.")]
+Tiers = Annotated[
+    str, typer.Option(help="Hot rows, copied to every rank: off, auto, or hot:K for K of them.")
+]
 
 
 @contextlib.contextmanager

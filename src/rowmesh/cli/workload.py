@@ -9,19 +9,45 @@ from typing import Any, Final
 
 from rowmesh.errors import InputError, did_you_mean
 from rowmesh.placement import TablePlan
-from rowmesh.planners import Constraints, blank_table, blank_tables, parse_constraints
+from rowmesh.planners import Constraints, blank_table, blank_tables, parse_constraints, parse_tiers
 from rowmesh.stats import Stats
 from rowmesh.tables import EmbeddingBagConfig, EmbeddingConfig, TableConfig, parse_dtype
+from rowmesh.topology import Topology
 from rowmesh.train.config import RunConfig
 from rowmesh.train.model import build_model
-from rowmesh.train.planning import assume_stats
+from rowmesh.train.planning import assume_stats, count_accesses, read_profile
 from rowmesh.train.recipes import load_recipe
 
-__all__ = ["Workload", "read_workload", "workload_of_run"]
+__all__ = ["Knowledge", "Workload", "read_workload", "workload_of_run"]
 
 _REQUIRED: Final = {"name": str, "num_embeddings": int, "embedding_dim": int, "feature_names": list}
 _OPTIONAL: Final = {"pooling_factor": float, "data_type": str, "pooling": str}
 _POOLINGS: Final = ("sum", "mean", "none")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Knowledge:
+    """What accesses are told from: a profile, else counted batches if hot rows are wanted.
+
+    Otherwise ids are assumed Zipf.
+
+    Args:
+        tiers: Hot rows: off, auto, or hot:K.
+        profile: A file of `rowmesh profile`.
+        topology: Whose rank 0 the batches are of.
+    """
+
+    tiers: str = "off"
+    profile: str | None = None
+    topology: Topology = field(default_factory=Topology)
+
+    @property
+    def is_assumed(self) -> bool:
+        """Whether nothing is read or counted."""
+        return self.profile is None and parse_tiers(self.tiers) == 0
+
+
+_ASSUMED: Final = Knowledge()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,19 +63,26 @@ class Workload:
     constraints: Constraints = field(default_factory=Constraints)
 
 
-def workload_of_run(config: RunConfig) -> Workload:
-    """The tables of a training run, its ids assumed Zipf, by its data's law if that is known."""
+def workload_of_run(config: RunConfig, *, knowledge: Knowledge = _ASSUMED) -> Workload:
+    """The tables of a training run; ids that are assumed Zipf are so by its data's law."""
     model = build_model(config.model, config.data, seed=config.seed)
     tables, dense = blank_tables(model)
+    if knowledge.is_assumed:
+        stats = assume_stats(model, config.data)
+    else:
+        plan = dataclasses.replace(config.plan, tiers=knowledge.tiers, profile=knowledge.profile)
+        stats = count_accesses(plan, model, config.data, knowledge.topology)
     return Workload(
         tables=tuple(tables),
-        stats=assume_stats(model, config.data),
+        stats=stats,
         dense=dense,
         constraints=config.plan.constraints,
     )
 
 
-def read_workload(path: Path, *, batch_size: int, alpha: float) -> Workload:
+def read_workload(
+    path: Path, *, batch_size: int, alpha: float, knowledge: Knowledge = _ASSUMED
+) -> Workload:
     """The workload in a file: ``{"tables": [{name, num_embeddings, ...}], "constraints": {...}}``.
 
     A table has name, num_embeddings, embedding_dim and feature_names; optional are
@@ -60,7 +93,7 @@ def read_workload(path: Path, *, batch_size: int, alpha: float) -> Workload:
         InputError: Names the file, the field, its value and what it should be.
     """
     if path.suffix in (".toml", ".py"):
-        return workload_of_run(load_recipe(path))
+        return workload_of_run(load_recipe(path), knowledge=knowledge)
     try:
         document = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
@@ -68,12 +101,12 @@ def read_workload(path: Path, *, batch_size: int, alpha: float) -> Workload:
     except json.JSONDecodeError as error:
         raise InputError(f"{path} is not JSON: {error}") from None
     try:
-        return _of_document(document, batch_size=batch_size, alpha=alpha)
+        return _of_document(document, batch_size, alpha, knowledge)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
 
 
-def _of_document(document: Any, *, batch_size: int, alpha: float) -> Workload:
+def _of_document(document: Any, batch_size: int, alpha: float, knowledge: Knowledge) -> Workload:
     _check_fields(document, {"tables": list}, {"constraints": dict}, "the file")
     configs = [_config(table, f"tables[{i}]") for i, table in enumerate(document["tables"])]
     names = [config.name for config in configs]
@@ -83,12 +116,26 @@ def _of_document(document: Any, *, batch_size: int, alpha: float) -> Workload:
         raise InputError(f"tables named more than once: {', '.join(twice)}")
     if batch_size < 1:
         raise InputError(f"batch is {batch_size}, but must be at least 1")
-    factors = {t["name"]: float(t.get("pooling_factor", 1.0)) for t in document["tables"]}
+    if knowledge.profile is not None:
+        stats = read_profile(knowledge.profile, configs, batch_size=batch_size)
+    elif not knowledge.is_assumed:
+        raise InputError(
+            f"tiers {knowledge.tiers!r} needs counted accesses: give --profile, or plan a recipe"
+        )
+    else:
+        stats = _assume(document["tables"], configs, batch_size, alpha)
     return Workload(
         tables=tuple(blank_table(config) for config in configs),
-        stats=Stats.assume(configs, batch_size=batch_size, pooling_factors=factors, alpha=alpha),
+        stats=stats,
         constraints=parse_constraints(document.get("constraints", {})),
     )
+
+
+def _assume(
+    tables: list[dict[str, Any]], configs: list[TableConfig], batch_size: int, alpha: float
+) -> Stats:
+    factors = {t["name"]: float(t.get("pooling_factor", 1.0)) for t in tables}
+    return Stats.assume(configs, batch_size=batch_size, pooling_factors=factors, alpha=alpha)
 
 
 def _config(document: Any, where: str) -> TableConfig:

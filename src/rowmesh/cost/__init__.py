@@ -2,10 +2,17 @@
 
 from rowmesh.cost.analytic import predict
 from rowmesh.cost.calibration import Calibration, load_calibration, save_calibration
-from rowmesh.cost.expected import expect_dense, expect_plan, expect_table, expect_tables
+from rowmesh.cost.expected import (
+    bucket_sizes,
+    expect_dense,
+    expect_hot,
+    expect_plan,
+    expect_table,
+    expect_tables,
+)
 from rowmesh.cost.load import Load
 from rowmesh.cost.rates import DenseCost, Rates, RowCost
-from rowmesh.cost.seconds import StepTime, step_seconds, step_time
+from rowmesh.cost.seconds import StepTime, plan_time, step_seconds, step_time
 
 __all__ = [
     "Calibration",
@@ -14,11 +21,14 @@ __all__ = [
     "Rates",
     "RowCost",
     "StepTime",
+    "bucket_sizes",
     "expect_dense",
+    "expect_hot",
     "expect_plan",
     "expect_table",
     "expect_tables",
     "load_calibration",
+    "plan_time",
     "predict",
     "save_calibration",
     "step_seconds",

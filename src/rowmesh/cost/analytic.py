@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rowmesh.errors import InputError
 from rowmesh.features import KeyedJaggedTensor
-from rowmesh.placement import Copies, Exchange, Plan, TablePlan
+from rowmesh.placement import Copies, Exchange, Plan, TablePlan, hot_ids
 from rowmesh.placement.columns import num_blocks
 from rowmesh.topology import Topology
 
@@ -48,8 +48,8 @@ def predict(
         for table in tables if adds_squares else ():
             if table.trainable and table.rest.split.columns > 1:
                 _column_squares(traffic, table, mine)
-    for elements in plan.dense if world > 1 else ():
-        _dense(traffic, elements, world, plan.span)
+    if world > 1:
+        _buckets(traffic, plan, world)
     return _by_rank(plan, traffic)
 
 
@@ -122,10 +122,41 @@ def _collection(
             for host in {topology.host(rank) for piece in members for rank in piece.ranks}:
                 beside = [r for r in ranks if topology.host(r) == host]
                 _to_all(traffic, "counts", beside, 8 * topology.hosts)
-        copied = [piece.table for piece in members if _is_copied(piece.table)]
-        if copied and copied[0].trainable:
-            _copied_stack(traffic, copied, batches, id_bytes)
+        copies = [c for piece in members for c in _copies(piece) if c.sums == "sparse"]
+        if copies and members[0].table.trainable:
+            _sparse_sums(traffic, copies, batches, id_bytes)
             _to_all(traffic, "counts", ranks, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """Rows of a piece that every rank holds: all of them, or a hot set."""
+
+    piece: _Piece
+    rows: NDArray[np.int64] | None
+    sums: str
+
+    def touched(self, batch: KeyedJaggedTensor) -> NDArray[np.int64]:
+        ids = np.unique(_ids(self.piece.table, batch)[0])
+        return ids if self.rows is None else np.intersect1d(ids, self.rows)
+
+    def sizes(self) -> list[int]:
+        """Rows that each of the piece's ranks adds up."""
+        homes = self.piece.table.homes()
+        if self.rows is None:
+            return [homes.num_slots(i) for i in range(homes.num_owners)]
+        counts: list[int] = np.bincount(
+            homes.owners(self.rows), minlength=homes.num_owners
+        ).tolist()
+        return counts
+
+
+def _copies(piece: _Piece) -> list[_Copy]:
+    table = piece.table
+    if _is_copied(table):
+        return [_Copy(piece, None, table.rest.sums)]
+    where = f"table {table.name!r}"
+    return [_Copy(piece, hot_ids(rows, where=where), tier.sums) for tier, rows in table.hot]
 
 
 def _to_all(traffic: _Traffic, edge: str, ranks: Sequence[int], num_bytes: int) -> None:
@@ -158,12 +189,23 @@ def _ids(table: TablePlan, batch: KeyedJaggedTensor) -> tuple[NDArray[np.int64],
     return np.concatenate(ids), np.concatenate(bags)
 
 
+def _cold_ids(
+    table: TablePlan, batch: KeyedJaggedTensor
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """`_ids` without those of hot rows."""
+    ids, bags = _ids(table, batch)
+    for _, rows in table.hot:
+        cold = ~np.isin(ids, hot_ids(rows, where=f"table {table.name!r}"))
+        ids, bags = ids[cold], bags[cold]
+    return ids, bags
+
+
 def _home_piece(
     traffic: _Traffic, piece: _Piece, batch: KeyedJaggedTensor, rank: int, id_bytes: int
 ) -> None:
     """Ids out, vectors back, gradients out, between ``rank`` and the owners of one piece."""
     table = piece.table
-    ids, bags = _ids(table, batch)
+    ids, bags = _cold_ids(table, batch)
     pooled = table.exchange is Exchange.POOLED
     if not pooled and table.dedup:
         ids = np.unique(ids)
@@ -214,7 +256,7 @@ def _column_squares(
     traffic: _Traffic, table: TablePlan, batches: Sequence[KeyedJaggedTensor]
 ) -> None:
     """One float a column block, of every touched row, to the owners of its other columns."""
-    touched = np.unique(np.concatenate([_ids(table, batch)[0] for batch in batches]))
+    touched = np.unique(np.concatenate([_cold_ids(table, batch)[0] for batch in batches]))
     owners, pieces = table.homes().owners(touched), _pieces(table)
     block = table.embedding_dim // num_blocks(table.embedding_dim)
     for index in range(table.homes().num_owners):
@@ -225,21 +267,23 @@ def _column_squares(
                 traffic[edge] += num_rows * 4 * (mine.width // block)
 
 
-def _copied_stack(
+def _sparse_sums(
     traffic: _Traffic,
-    tables: Sequence[TablePlan],
+    copies: Sequence[_Copy],
     batches: Sequence[KeyedJaggedTensor],
     id_bytes: int,
 ) -> None:
     """Gradients of touched rows to their sum owner; sums of rows any rank touched to all."""
-    world, row = len(batches), 4 * tables[0].embedding_dim
-    touched = [[np.unique(_ids(t, b)[0]) for b in batches] for t in tables]
+    world, row = len(batches), 4 * copies[0].piece.width
+    touched = [[copy.touched(batch) for batch in batches] for copy in copies]
     for target in range(world):
         size, union = 0, 0
         from_source = [0] * world
-        for table, rows in zip(tables, touched, strict=True):
-            homes, index = table.homes(), table.rest.ranks.index(target)
-            size += homes.num_slots(index)
+        for copy, rows in zip(copies, touched, strict=True):
+            if target not in copy.piece.ranks:
+                continue
+            homes, index = copy.piece.table.homes(), copy.piece.ranks.index(target)
+            size += copy.sizes()[index]
             mine = [r[homes.owners(r) == index] for r in rows]
             union += len(np.unique(np.concatenate(mine)))
             from_source = [n + len(m) for n, m in zip(from_source, mine, strict=True)]
@@ -255,20 +299,36 @@ def _set_words(count: int, size: int) -> int:
     return 0 if count == size else min(count, -(-size // 32))
 
 
-def _dense(traffic: _Traffic, elements: int, world: int, span: int) -> None:
+def _buckets(traffic: _Traffic, plan: Plan, world: int) -> None:
+    """Dense gradients, and of copies with dense sums a line of gradient and flag a row."""
+    lines = {"dense": 0, "bucket": 0}
+    for table in plan.tables:
+        for piece in _pieces(table) if table.trainable else ():
+            for copy in _copies(piece):
+                if copy.sums in lines:
+                    lines[copy.sums] += sum(copy.sizes()) * (piece.width + 1)
+    elements = list(plan.dense)
+    if elements:
+        elements[-1] += lines.pop("bucket")
+    for size in elements:
+        _bucket(traffic, "dense", size, world, plan.span)
+    _bucket(traffic, "hot gradients", sum(lines.values()), world, plan.span)
+
+
+def _bucket(traffic: _Traffic, edge: str, elements: int, world: int, span: int) -> None:
     """Groups of ``span`` ranks add up a chunk each; so do, of that chunk, peers of the groups."""
     for first in range(0, world, span):
-        _ring(traffic, elements, range(first, first + span))
+        _ring(traffic, edge, elements, range(first, first + span))
     for place, size in enumerate(_chunks(elements, span)):
-        _ring(traffic, size, range(place, world, span))
+        _ring(traffic, edge, size, range(place, world, span))
 
 
-def _ring(traffic: _Traffic, elements: int, ranks: Sequence[int]) -> None:
+def _ring(traffic: _Traffic, edge: str, elements: int, ranks: Sequence[int]) -> None:
     """A chunk to every rank, which adds it up and sends the sum to all."""
     chunks = _chunks(elements, len(ranks))
     for i, source in enumerate(ranks):
         for j, target in enumerate(ranks):
-            traffic["dense", source, target] += 4 * (chunks[i] + chunks[j])
+            traffic[edge, source, target] += 4 * (chunks[i] + chunks[j])
 
 
 def _chunks(elements: int, count: int) -> list[int]:

@@ -5,7 +5,7 @@ needs the batches.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,15 +13,17 @@ from numpy.typing import NDArray
 from rowmesh.cost.load import LINES, Load, Part, lay, no_load
 from rowmesh.cost.rates import Rates, RowCost
 from rowmesh.errors import PlanError
-from rowmesh.placement import Copies, Exchange, Plan, TablePlan
+from rowmesh.placement import Copies, Exchange, Plan, TablePlan, hot_ids
 from rowmesh.placement.columns import num_blocks
 from rowmesh.placement.memory import RULE_STATES, RuleState
 from rowmesh.stats import Accesses
 from rowmesh.topology import Topology
 
 __all__ = [
+    "bucket_sizes",
     "expect_alike",
     "expect_dense",
+    "expect_hot",
     "expect_parts",
     "expect_plan",
     "expect_table",
@@ -71,6 +73,7 @@ def expect_table(
     topology: Topology,
     state: RuleState = _ROWWISE,
     rates: Rates = _RATES,
+    tree: str = "flat",
 ) -> Load:
     """What one table adds to every rank's bytes and work in a training step.
 
@@ -88,11 +91,71 @@ def expect_table(
     (lookup + update) W d/n at an owner; `pooled`: bag_id W q/n + bag_update U/n at an owner;
     relayed: id H q at a relay, the owners as in `rows`; copies: id q + lookup d + update U.
 
+    Hot rows are copies whose gradients the owners of the rest add up; q, d and U are parted by
+    the accesses of single rows.
+
     Raises:
-        PlanError: If the table has hot sets or copies per host.
+        PlanError: If the table has copies per host.
+        InputError: If it has hot rows, and the accesses of single rows are not known.
     """
-    parts = expect_parts(table, accesses, topology=topology, state=state, rates=rates)
-    return lay(parts, table.rest.ranks, topology=topology)
+    total = no_load(topology.world)
+    for tier, rows in table.hot:
+        hot, accesses = accesses.part(hot_ids(rows, where=f"table {table.name!r}"))
+        total += expect_hot(
+            table, hot, rows.count, tier.sums, topology=topology, rates=rates, tree=tree
+        )
+    rest = replace(table, tiers=table.tiers[-1:])
+    parts = expect_parts(rest, accesses, topology=topology, state=state, rates=rates)
+    total += lay(parts, table.rest.ranks, topology=topology)
+    if table.rest.sums == "dense":
+        total += _dense_sums(table, table.num_embeddings, topology, tree)
+    return total
+
+
+def expect_hot(
+    table: TablePlan,
+    accesses: Accesses,
+    count: int,
+    sums: str,
+    *,
+    topology: Topology,
+    rates: Rates = _RATES,
+    tree: str = "flat",
+) -> Load:
+    """What ``count`` hot rows of a table add, whose accesses these are.
+
+    ``dense`` sums are as of a dense bucket of (columns + 1) x rows elements. Those of ``bucket``
+    travel with the dense layers and are counted with them (`bucket_sizes`).
+    """
+    _, q, d, b, union = _use(table, accesses, topology.world)
+    use = _Use(float(count), q, d, b, union, float(table.trainable), 0.0)
+    widths = [last - first for first, last in table.columns()]
+    owners = len(table.rest.ranks) // len(widths)
+    parts = [_copies(table, use, topology, owners, rates.row_cost(width), sums) for width in widths]
+    total = lay(parts, table.rest.ranks, topology=topology)
+    return total + _dense_sums(table, count, topology, tree) if sums == "dense" else total
+
+
+def _dense_sums(table: TablePlan, count: int, topology: Topology, tree: str) -> Load:
+    elements = _elements(table, count)
+    load = expect_dense(elements, topology=topology, tree=tree)
+    return replace(load, kinds=frozenset({"hot dense"} if elements else ()))
+
+
+def _elements(table: TablePlan, count: int) -> int:
+    """Numbers that travel for dense sums: of every piece a row's gradient, and a flag."""
+    return count * (table.embedding_dim + len(table.columns())) if table.trainable else 0
+
+
+def bucket_sizes(plan: Plan) -> tuple[int, ...]:
+    """Elements of each dense bucket, and of the hot rows that ride in the last."""
+    lines = 0
+    for table in plan.tables:
+        for tier in table.tiers:
+            if tier.sums == "bucket":
+                count = table.num_embeddings if tier.rows == "rest" else tier.rows.count
+                lines += _elements(table, count)
+    return (*plan.dense[:-1], plan.dense[-1] + lines) if plan.dense else (lines,) * bool(lines)
 
 
 def expect_parts(
@@ -137,7 +200,8 @@ def _parts(
     trained, weight = float(table.trainable), 4.0 if table.weighted else 0.0
     use = _Use(rows, q, d, b, union, trained, weight)
     if tier.copies is Copies.WORLD:
-        return [_copies(table, use, topology, rates.row_cost(table.embedding_dim))]
+        cost = rates.row_cost(table.embedding_dim)
+        return [_copies(table, use, topology, topology.world, cost, tier.sums)]
     owners = len(tier.ranks) // tier.split.columns
     widths = [last - first for first, last in table.columns()]
     squares = 0.0 * use.union
@@ -222,21 +286,28 @@ def _relayed(
     return base, host, owner
 
 
-def _copies(table: TablePlan, use: _Use, topology: Topology, cost: RowCost) -> Part:
-    world, gradient = topology.world, 4.0 * table.embedding_dim
+def _copies(
+    table: TablePlan, use: _Use, topology: Topology, owners: int, cost: RowCost, sums: str
+) -> Part:
+    """Copies on all ranks, whose sums so many owners make if they are sparse."""
+    gradient = 4.0 * cost.dim
     base, near, owner = use.zeros(), use.zeros(), use.zeros()
-    if table.trainable:
+    kind = ""
+    if table.trainable and sums == "sparse":
         bits = use.rows / 32.0  # a set travels as a list or a bitmap
         out = np.minimum(use.d, bits) * _ID + use.d * gradient
-        sums = np.minimum(use.union, bits) * _ID + use.union * gradient
+        back = np.minimum(use.union, bits) * _ID + use.union * gradient
         base, near, owner = _direct(
-            use, topology, world, out=out / world, back=sums / world, gradient=0.0 * out
+            use, topology, owners, out=out / owners, back=back / owners, gradient=0.0 * out
         )
         for lines in (base, near, owner):  # all of it is backward
             lines[4:8] = lines[:4]
-        base[8] = use.union * cost.update_s
-    base[8] += use.q * cost.id_s + use.d * cost.lookup_s
-    return Part("copies" if table.trainable else "", base, near, use.zeros(), owner, 0.0 * use.q)
+        kind = "copies"
+    base[8] = use.q * cost.id_s + use.d * cost.lookup_s
+    base[8] += use.trained * use.union * cost.update_s
+    if sums != "sparse":  # lines of all rows are blanked and added, of touched ones put and taken
+        base[8] += use.trained * 2.0 * (use.rows + use.union) * cost.lookup_s
+    return Part(kind, base, near, use.zeros(), owner, 0.0 * use.q)
 
 
 def expect_dense(elements: int, *, topology: Topology, tree: str = "flat") -> Load:
@@ -270,7 +341,12 @@ def expect_tables(
     total = no_load(topology.world)
     for table in plan.tables:
         total += expect_table(
-            table, accesses[table.name], topology=topology, state=state, rates=rates
+            table,
+            accesses[table.name],
+            topology=topology,
+            state=state,
+            rates=rates,
+            tree=plan.tree,
         )
     return total
 
@@ -283,5 +359,6 @@ def expect_plan(
     rates: Rates = _RATES,
 ) -> Load:
     """The sum over the plan's tables and its dense buckets."""
-    dense = expect_dense(sum(plan.dense), topology=plan.mesh.topology, tree=plan.tree)
+    elements = sum(bucket_sizes(plan))
+    dense = expect_dense(elements, topology=plan.mesh.topology, tree=plan.tree)
     return dense + expect_tables(plan, accesses, state=state, rates=rates)

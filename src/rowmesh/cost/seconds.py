@@ -1,21 +1,40 @@
 """Seconds of a step: what planners make small, and what a run should take."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rowmesh.cost.expected import bucket_sizes, expect_dense, expect_tables
 from rowmesh.cost.load import Load
 from rowmesh.cost.rates import DenseCost, Rates
+from rowmesh.placement import Plan
+from rowmesh.placement.memory import RULE_STATES, RuleState
+from rowmesh.stats import Accesses
 from rowmesh.topology import Topology
 
-__all__ = ["StepTime", "latency_seconds", "rank_seconds", "step_seconds", "step_time"]
+__all__ = [
+    "StepTime",
+    "latency_seconds",
+    "plan_time",
+    "rank_seconds",
+    "step_seconds",
+    "step_time",
+]
 
 # Messages one after the other: ids and vectors (with relays each goes twice), and gradients. All
 # kinds share the counts that go before.
-_ROUNDS: Final = {"rows": 3, "pooled": 3, "relayed": 6, "copies": 2, "squares": 1, "dense": 0}
+_ROUNDS: Final = {
+    "rows": 3,
+    "pooled": 3,
+    "relayed": 6,
+    "copies": 2,
+    "hot dense": 1,
+    "squares": 1,
+    "dense": 0,
+}
 
 
 def rank_seconds(
@@ -124,4 +143,24 @@ def step_time(
         forward_s=float(near + across),
         gradients_s=float(back[0] + sums[0] + max(0.0, end - cost.backward_s)),
         latency_s=rates.fixed_s + latency_seconds(kinds, topology=topology, rates=rates),
+    )
+
+
+def plan_time(
+    plan: Plan,
+    accesses: Mapping[str, Accesses],
+    *,
+    rates: Rates,
+    cost: DenseCost,
+    state: RuleState = RULE_STATES["rowwise_adagrad"],
+) -> StepTime:
+    """The `step_time` of a plan, whose dense layers cost so much."""
+    sizes = bucket_sizes(plan)
+    return step_time(
+        expect_tables(plan, accesses, state=state, rates=rates),
+        expect_dense(sum(sizes), topology=plan.mesh.topology, tree=plan.tree),
+        topology=plan.mesh.topology,
+        rates=rates,
+        cost=cost,
+        buckets=sizes,
     )

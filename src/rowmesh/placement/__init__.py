@@ -2,6 +2,7 @@
 
 from rowmesh.placement.document import load_plan, plan_from_json, plan_to_json, save_plan
 from rowmesh.placement.homes import Homes
+from rowmesh.placement.hot import hot_ids, make_hot_set
 from rowmesh.placement.plan import (
     PLAN_VERSION,
     Codec,
@@ -17,7 +18,7 @@ from rowmesh.placement.plan import (
     TablePlan,
     Tier,
 )
-from rowmesh.placement.why import Why
+from rowmesh.placement.why import HotChoice, Why
 
 __all__ = [
     "PLAN_VERSION",
@@ -26,6 +27,7 @@ __all__ = [
     "Exactness",
     "Exchange",
     "Homes",
+    "HotChoice",
     "HotSet",
     "MeshShape",
     "Plan",
@@ -35,7 +37,9 @@ __all__ = [
     "TablePlan",
     "Tier",
     "Why",
+    "hot_ids",
     "load_plan",
+    "make_hot_set",
     "plan_from_json",
     "plan_to_json",
     "save_plan",

@@ -122,6 +122,7 @@ def _describe(table: TablePlan) -> dict[str, str]:
         "exchange": table.exchange.value,
         "dedup": str(table.dedup).lower(),
         "store": ", ".join(tier.store for tier in tiers),
+        "sums": ", ".join(tier.sums for tier in tiers),
         "hot rows": ", ".join("rest" if t.rows == "rest" else t.rows.sha256 for t in tiers),
         "rows": f"{table.num_embeddings:,}",
         "dim": str(table.embedding_dim),

@@ -9,10 +9,12 @@ import dataclasses
 import json
 import typing
 from pathlib import Path
+from typing import Any
 
 from rowmesh.errors import PlanError
 from rowmesh.files import write_whole
-from rowmesh.placement.plan import PLAN_VERSION, Plan
+from rowmesh.placement.hot import load_ids, save_ids
+from rowmesh.placement.plan import PLAN_VERSION, Plan, TablePlan
 from rowmesh.typed import build
 
 __all__ = ["load_plan", "plan_from_json", "plan_to_json", "save_plan"]
@@ -22,13 +24,17 @@ _DERIVED = {"fingerprint", "exactness"}  # written for readers, checked on the w
 
 def plan_to_json(plan: Plan) -> str:
     """The plan as indented JSON, with its exactness and topology fingerprint spelt out."""
-    document = dataclasses.asdict(plan)
+    document = dataclasses.asdict(plan, dict_factory=_without_ids)
     document |= {"fingerprint": plan.fingerprint, "exactness": plan.exactness.value}
     return json.dumps(document, indent=2) + "\n"
 
 
+def _without_ids(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: value for key, value in items if key != "ids"}
+
+
 def plan_from_json(text: str) -> Plan:
-    """The plan that `plan_to_json` wrote, validated.
+    """The plan that `plan_to_json` wrote, validated; hot sets come without their ids.
 
     Raises:
         PlanError: If the text is not JSON, a field is unknown, missing or of the wrong type, a
@@ -55,19 +61,36 @@ def plan_from_json(text: str) -> Plan:
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
-    """Write the plan; a reader never sees half of it."""
+    """Write the plan, and the ids of its hot sets beside it; a reader never sees half of it."""
+    for table in plan.tables:
+        for _, rows in table.hot:
+            save_ids(rows, Path(path).parent, where=f"table {table.name!r}")
     write_whole(path, plan_to_json(plan))
 
 
 def load_plan(path: str | Path) -> Plan:
-    """Read a plan file.
+    """Read a plan file, and the ids of its hot sets from the files beside it.
 
     Raises:
         PlanError: Names the file and what is wrong with it.
     """
     try:
-        return plan_from_json(Path(path).read_text())
+        plan = plan_from_json(Path(path).read_text())
+        tables = [_with_ids(table, Path(path).parent) for table in plan.tables]
+        return dataclasses.replace(plan, tables=tuple(tables)).validate()
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"cannot read the plan {path}: {error}") from None
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from None
+
+
+def _with_ids(table: TablePlan, folder: Path) -> TablePlan:
+    tiers = [
+        tier
+        if tier.rows == "rest"
+        else dataclasses.replace(
+            tier, rows=load_ids(tier.rows, folder, where=f"table {table.name!r}")
+        )
+        for tier in table.tiers
+    ]
+    return dataclasses.replace(table, tiers=tuple(tiers)) if table.hot else table

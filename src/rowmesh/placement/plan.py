@@ -4,10 +4,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rowmesh.errors import PlanError, did_you_mean
 from rowmesh.placement.columns import column_bounds
 from rowmesh.placement.homes import Homes
-from rowmesh.placement.why import Why
+from rowmesh.placement.why import HotChoice, Why
 from rowmesh.tables import BYTES_OF, PoolingType, parse_dtype
 from rowmesh.topology import Topology
 
@@ -86,11 +89,15 @@ class MeshShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HotSet:
-    """A set of rows kept in a sidecar file of sorted ids."""
+    """A set of rows kept in a sidecar file of sorted ids beside the plan (`make_hot_set`).
+
+    ``ids`` are in memory only, ascending; None in a plan that was read without its sidecars.
+    """
 
     count: int
     sha256: str
     file: str
+    ids: NDArray[np.int64] | None = field(default=None, init=False, compare=False, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +127,9 @@ class Tier:
     """Some rows of a table, their copies, and the ranks one copy is spread over.
 
     ``rows`` is a hot set or the ``"rest"``. ``copies=WORLD`` lists every rank: each holds the
-    rows, and rank owner(r) adds up the gradients of row r.
+    rows. Their gradients are added up as ``sums`` says: ``sparse``, of rows that some rank
+    touched, by the owner of the row, which tells all ranks; ``dense``, of all rows, as a bucket of
+    its own; ``bucket``, of all rows, as part of the last bucket of the dense layers.
     """
 
     ranks: tuple[int, ...]
@@ -128,6 +137,7 @@ class Tier:
     split: Split = field(default_factory=Split)
     rows: HotSet | Literal["rest"] = "rest"
     store: Literal["ram", "ssd"] = "ram"
+    sums: Literal["sparse", "dense", "bucket"] = "sparse"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,6 +174,11 @@ class TablePlan:
         """The tier of all rows that no hot set names."""
         return self.tiers[-1]
 
+    @property
+    def hot(self) -> tuple[tuple[Tier, HotSet], ...]:
+        """The other tiers, and the rows of each."""
+        return tuple((tier, tier.rows) for tier in self.tiers if tier.rows != "rest")
+
     def homes(self) -> Homes:
         """Owners and slots of the rest's rows, as indices into the ranks of a column piece."""
         owners = len(self.rest.ranks) // self.rest.split.columns
@@ -187,8 +202,9 @@ class TablePlan:
         for tier in self.tiers:
             whole = "data-parallel" if tier.copies is Copies.WORLD else "table-wise"
             word = whole if tier.split.kind == "whole" else tier.split.word
-            hot = "" if tier.rows == "rest" else f"hot {tier.rows.count:,} "
-            words.append(f"{hot}{word}" + (" per host" if tier.copies is Copies.HOST else ""))
+            if tier.rows != "rest":
+                word = f"hot {tier.rows.count:,}"
+            words.append(word + (" per host" if tier.copies is Copies.HOST else ""))
         return " + ".join(words)
 
 
@@ -223,7 +239,8 @@ class Plan:
     """Where everything lives and how it travels. Planners make it, the runtime executes it.
 
     ``dense`` holds the elements of each dense gradient bucket; ``tree`` is the order in which
-    gradients of different ranks are added: ``flat`` (rank order) or ``host-first``.
+    gradients of different ranks are added: ``flat`` (rank order) or ``host-first``. ``hot`` says
+    why a planner chose its hot rows; plans that differ in it alone are equal.
     """
 
     mesh: MeshShape
@@ -234,6 +251,7 @@ class Plan:
     codecs: tuple[Codec, ...] = ()
     sync: Sync = field(default_factory=Sync)
     predicted: Predicted = field(default_factory=Predicted)
+    hot: HotChoice | None = field(default=None, compare=False)
     version: int = PLAN_VERSION
 
     @property

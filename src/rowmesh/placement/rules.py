@@ -2,6 +2,9 @@
 
 import re
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rowmesh.errors import PlanError
 from rowmesh.placement.columns import num_blocks
 from rowmesh.placement.plan import (
@@ -93,6 +96,31 @@ def _check_table(plan: Plan, table: TablePlan) -> None:
         raise PlanError(f"{where}: tower {table.tower!r} is not among {list(plan.towers)}")
     for tier in table.tiers:
         _check_tier(plan, table, tier, where)
+    if table.hot:
+        _check_hot(table, where)
+
+
+def _check_hot(table: TablePlan, where: str) -> None:
+    if table.exchange is Exchange.POOLED:
+        raise PlanError(
+            f"{where} has hot rows, which a bag may mix with others: its exchange must be 'rows'"
+        )
+    if table.rest.copies is Copies.WORLD:
+        raise PlanError(f"{where} is copied to every rank as it is: it needs no hot rows")
+    seen: list[NDArray[np.int64]] = []
+    for tier, rows in table.hot:
+        if tier.copies is Copies.GROUP:
+            raise PlanError(f"{where}: hot rows are copied to the world or to every host")
+        if not 1 <= rows.count <= table.num_embeddings:
+            raise PlanError(f"{where}: {rows.count:,} of {table.num_embeddings:,} rows are hot")
+        if rows.ids is not None:
+            if rows.ids[-1] >= table.num_embeddings:
+                raise PlanError(
+                    f"{where}: hot row {rows.ids[-1]} is outside its {table.num_embeddings} rows"
+                )
+            seen.append(rows.ids)
+    if len(seen) > 1 and len(np.unique(np.concatenate(seen))) < sum(map(len, seen)):
+        raise PlanError(f"{where}: a row is in two of its hot sets")
 
 
 def _check_tier(plan: Plan, table: TablePlan, tier: Tier, where: str) -> None:
@@ -102,6 +130,8 @@ def _check_tier(plan: Plan, table: TablePlan, tier: Tier, where: str) -> None:
         raise PlanError(f"{where}: ranks {list(ranks)} must be distinct and in 0..{world - 1}")
     if tier.copies is Copies.WORLD and (split.kind != "whole" or len(ranks) != world):
         raise PlanError(f"{where}: copies on the whole world are whole and list all {world} ranks")
+    if tier.sums != "sparse" and tier.copies is not Copies.WORLD:
+        raise PlanError(f"{where}: {tier.sums} sums are of copies on the whole world")
     if tier.copies is Copies.HOST and split.kind == "boxes" and split.rows != "host":
         raise PlanError(f"{where}: copies per host are whole or split with rows=host")
     if tier.copies is Copies.HOST and table.tower is not None:

@@ -50,6 +50,8 @@ def render(plan: Plan, *, max_tables: int = 40) -> str:
     shown = " ".join(f"{g:.{digits}f}" for g in gib[: 8 if digits == 2 else 4])
     lines.append(f"GiB per rank with row-wise AdaGrad's state, largest {max(gib):.{digits}f}:")
     lines.append(f"  {shown}{' ...' if len(shown.split()) < world else ''}")
+    if plan.hot is not None:
+        lines.append(str(plan.hot))
     predicted = plan.predicted
     if predicted.host_bytes or predicted.cross_bytes:
         lines.append(

@@ -1,8 +1,8 @@
-"""Why a planner placed a table as it did."""
+"""Why a planner placed a table as it did, and made the rows hot that it did."""
 
 from dataclasses import dataclass
 
-__all__ = ["Why"]
+__all__ = ["HotChoice", "Why"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,3 +22,42 @@ class Why:
     runner_up: str | None = None
     bytes_saved: float = 0.0
     seconds_saved: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HotChoice:
+    """The hot rows a planner chose over all tables, and what it expects of them.
+
+    Args:
+        rows: Hot rows of all tables; 0 if none are worth it.
+        num_bytes: Their copies on every rank, with optimiser state.
+        coverage: Share of all requests that go to hot rows.
+        step_s: Expected seconds of a step.
+        step_s_cold: Without hot rows.
+        best_rows: Where ``rows`` is 0: the best number above it, and what it would make of a
+            step; 0 if there were no candidates.
+        best_step_s: See ``best_rows``.
+    """
+
+    rows: int
+    num_bytes: int
+    coverage: float
+    step_s: float
+    step_s_cold: float
+    best_rows: int = 0
+    best_step_s: float = 0.0
+
+    def __str__(self) -> str:
+        cold, step = self.step_s_cold * 1e3, self.step_s * 1e3
+        if self.rows:
+            return (
+                f"hot rows: {self.rows:,} ({self.num_bytes / 1e6:,.1f} MB a rank) take "
+                f"{self.coverage:.0%} of requests; expected ms of a step {step:,.1f}, without "
+                f"{cold:,.1f}"
+            )
+        if self.best_rows:
+            return (
+                f"hot rows: none, which is best: {self.best_rows:,} would make a step "
+                f"{self.best_step_s * 1e3:,.1f} ms instead of {cold:,.1f}"
+            )
+        return "hot rows: none; no table that can have any was asked for a row"

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from rowmesh.cost import Load, Rates, expect_dense, expect_plan, step_seconds
+from rowmesh.cost import DenseCost, Load, Rates, expect_dense, expect_plan, step_seconds
 from rowmesh.errors import InputError, PlanError, did_you_mean
 from rowmesh.placement import MeshShape, Plan, Predicted, TablePlan
 from rowmesh.placement.dense import bucket_elements
@@ -15,6 +15,7 @@ from rowmesh.planners.greedy import Greedy
 from rowmesh.planners.options import Wishes, enumerate_units
 from rowmesh.planners.reasons import explain
 from rowmesh.planners.tally import Tally
+from rowmesh.planners.tiers import NO_DENSE, HotRows, parse_tiers
 from rowmesh.stats import Stats
 from rowmesh.tables import (
     PoolingType,
@@ -43,6 +44,8 @@ def make_plan(
     rates: Rates | None = None,
     sparse: str = "rowwise_adagrad",
     allow_inexact: bool = False,
+    tiers: str = "off",
+    cost: DenseCost | None = None,
     on_progress: Callable[[float], None] = lambda share: None,
 ) -> Plan:
     """A plan for ``model`` on ``topology``, by reading its table configurations only.
@@ -62,6 +65,10 @@ def make_plan(
         sparse: Update rule of the tables, whose state takes memory: rowwise_adagrad, adagrad,
             adam or sgd.
         allow_inexact: Whether ``auto`` may choose `pooled` for row-wise tables.
+        tiers: Hot rows, copied to every rank: ``off``, ``auto`` (as many as make a step shortest),
+            or ``hot:K`` (K over all tables). Needs ``stats`` of counted batches.
+        cost: Of the model's dense layers on the cluster, under which gradients travel; they
+            count as nothing if it is not given.
         on_progress: Called now and then with the share of the work done, from 0 to 1.
 
     Raises:
@@ -82,6 +89,8 @@ def make_plan(
         rates=rates,
         sparse=sparse,
         allow_inexact=allow_inexact,
+        tiers=tiers,
+        cost=cost,
         on_progress=on_progress,
     )
 
@@ -99,11 +108,19 @@ def plan_tables(
     rates: Rates | None = None,
     sparse: str = "rowwise_adagrad",
     allow_inexact: bool = False,
+    tiers: str = "off",
+    cost: DenseCost | None = None,
     on_progress: Callable[[float], None] = lambda share: None,
 ) -> Plan:
     """Fill in the tiers and exchanges of ``tables``; `make_plan` for tables without a model."""
     if sparse not in RULE_STATES:
         raise InputError(f"unknown update rule {sparse!r}{did_you_mean(sparse, RULE_STATES)}")
+    count = parse_tiers(tiers)
+    if count != 0 and all(accesses.heat is None for accesses in stats.tables.values()):
+        raise InputError(
+            f"tiers {tiers!r} needs the accesses of single rows, which are not known: count "
+            f"batches of the data, or give a profile"
+        )
     names = [table.name for table in tables]
     if twice := sorted({n for n in names if names.count(n) > 1}):
         raise PlanError(f"tables planned more than once: {twice}")
@@ -132,6 +149,26 @@ def plan_tables(
         dense=dense,
         tree=tree,  # type: ignore[arg-type]
     ).validate()
+    if count != 0:
+        plans = [plan]
+        if split == "auto":  # the rest of tables with hot rows is best spread over all ranks
+            spread = plan_tables(
+                tables,
+                topology,
+                stats=stats,
+                dense=dense,
+                split="row_wise",
+                exchange="rows" if exchange == "auto" else exchange,
+                dedup=dedup,
+                constraints=constraints,
+                rates=rates,
+                sparse=sparse,
+            )
+            plans.append(spread)
+        hot = HotRows(
+            plans, stats, rates=rates or Rates(), cost=cost or NO_DENSE, state=state, limit=limit
+        )
+        plan = hot.choose(count)
     total = expect_plan(plan, stats.tables, state=state, rates=rates or Rates())
     return replace(plan, predicted=_predicted(total, topology, rates))
 

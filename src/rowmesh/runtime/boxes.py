@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rowmesh.placement import Homes
+from rowmesh.runtime.copies import refresh_homes
 from rowmesh.runtime.embeddings import sharded_engines
 from rowmesh.runtime.tickets import Stack
 
@@ -111,12 +112,15 @@ def table_tensors(model: nn.Module) -> dict[str, TableTensor]:
     """Weight and optimiser state of every table of a sharded model, on this rank.
 
     Keys are ``tables.<table>.weight`` and ``tables.<table>.state.<name>``: the same on all ranks,
-    also where a rank holds no rows. A row's home is written by its owner, a copied row by the
-    rank that adds up its gradients; one number a row, which every column piece keeps, by the
-    piece with column 0.
+    also where a rank holds no rows. A row's home is written by its owner, a row of a table that is
+    copied whole by the rank that adds up its gradients; one number a row, which every column piece
+    keeps, by the piece with column 0. Homes of hot rows are brought up to date here; who writes
+    into the parts calls `refresh_copies` after it.
     """
     found: dict[str, TableTensor] = {}
-    for engine in sharded_engines(model):
+    engines = sharded_engines(model)
+    refresh_homes(engines)
+    for engine in engines:
         for stack in engine.stacks:
             for region in {r.table: r for r in (*stack.layout.home, *stack.layout.copied)}.values():
                 is_copied = region in stack.layout.copied

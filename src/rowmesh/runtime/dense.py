@@ -7,8 +7,9 @@ bucket's L-th part leaves a rank's host. Not torch's DDP, which averages.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,31 +18,64 @@ from rowmesh.comm.exchange import Handle, Lane
 from rowmesh.comm.mesh import Mesh
 from rowmesh.placement.dense import bucket_parameters
 
-__all__ = ["DenseBuckets", "broadcast_dense"]
+__all__ = ["DenseBuckets", "Rider", "broadcast_dense"]
+
+
+class Rider(Protocol):
+    """Numbers that travel in a bucket besides parameters' gradients.
+
+    ``on_ready`` is for the bucket to set and for the rider to call when it could be packed.
+    """
+
+    on_ready: Callable[[], None] | None
+
+    @property
+    def size(self) -> int:
+        """How many."""
+
+    def pack(self, out: Tensor) -> None:
+        """Write this rank's into ``out``."""
+
+    def take(self, sums: Tensor) -> None:
+        """Keep the sums over ranks; the memory is used again in the next step."""
 
 
 class _Bucket:
-    """Parameters whose gradients travel together, with a flag for each that has one.
+    """Parameters whose gradients travel together, with a flag for each that has one, and riders.
 
     ``span`` ranks, next to each other, are added up first; then the sums of such groups.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], mesh: Mesh, number: int, span: int
+        self,
+        parameters: Sequence[nn.Parameter],
+        riders: Sequence[Rider],
+        mesh: Mesh,
+        number: int,
+        span: int,
     ) -> None:
         self.parameters, self.mesh, self.number = list(parameters), mesh, number
-        self.missing = len(self.parameters)
+        self.riders = list(riders)
         self.is_stale = False
         self._sequence = 0
         self._sum: Future[tuple[Tensor, Handle]] | None = None
-        size = sum(p.numel() for p in self.parameters) + len(self.parameters)
+        self._num_own = sum(p.numel() for p in self.parameters) + len(self.parameters)
+        size = self._num_own + sum(r.size for r in self.riders)
         self._flat = torch.empty(size, device=mesh.device)
+        self._rides = self._flat[self._num_own :].split([r.size for r in self.riders])
+        self.reset()
         place = mesh.rank % span
         group = list(range(mesh.rank - place, mesh.rank - place + span))
-        self._near = _Ring(f"dense bucket {number}", mesh, group, self._flat)
+        name = f"dense bucket {number}" if self.parameters else "dense sums of hot rows"
+        edge = "dense" if self.parameters else "hot gradients"
+        self._near = _Ring(name, mesh, group, self._flat, edge)
         chunk = self._near.chunks[place]
         peers = list(range(place, mesh.world, span))
-        self._far = _Ring(f"dense bucket {number}, groups", mesh, peers, chunk)
+        self._far = _Ring(f"{name}, groups", mesh, peers, chunk, edge)
+
+    def reset(self) -> None:
+        """Wait for every gradient anew."""
+        self.missing = len(self.parameters) + len(self.riders)
 
     @property
     def is_launched(self) -> bool:
@@ -59,7 +93,10 @@ class _Bucket:
             p.new_zeros(p.numel()) if g is None else g.reshape(-1)
             for p, g in zip(self.parameters, grads, strict=True)
         ]
-        torch.cat([*(p.float() for p in pieces), flags], out=self._flat)
+        if self.parameters:
+            torch.cat([*(p.float() for p in pieces), flags], out=self._flat[: self._num_own])
+        for rider, out in zip(self.riders, self._rides, strict=True):
+            rider.pack(out)
         self._sequence += 1
         work = functools.partial(
             self._add_up, self._sequence, self._near.send_parts(self._sequence)
@@ -88,11 +125,14 @@ class _Bucket:
         with self.mesh.trace.wait(f"dense {self.number}"):
             flat, handle = sums.result()
         handle.wait()
-        self._sum, self.missing = None, len(self.parameters)
+        self._sum = None
+        self.reset()
         if not keep:
             return
-        at = 0
-        has_grad = (flat[-len(self.parameters) :] > 0).tolist()
+        for rider, ride in zip(self.riders, self._rides, strict=True):
+            rider.take(ride)
+        at, end = 0, self._num_own
+        has_grad = (flat[end - len(self.parameters) : end] > 0).tolist()
         for parameter, present in zip(self.parameters, has_grad, strict=True):
             grad = flat[at : at + parameter.numel()].view_as(parameter)
             if not present:
@@ -107,7 +147,10 @@ class _Bucket:
 class _Ring:
     """Ranks that each add up one chunk of a vector and send the sum to the others."""
 
-    def __init__(self, name: str, mesh: Mesh, ranks: Sequence[int], vector: Tensor) -> None:
+    def __init__(
+        self, name: str, mesh: Mesh, ranks: Sequence[int], vector: Tensor, edge: str
+    ) -> None:
+        self._edge = edge
         self.ranks, self._place = list(ranks), list(ranks).index(mesh.rank)
         chunks = vector.split(max(1, -(-len(vector) // len(ranks))))
         self.chunks = [*chunks, *(vector[:0],) * (len(ranks) - len(chunks))]
@@ -122,7 +165,7 @@ class _Ring:
             sequence,
             sends=[(self.ranks[i], self.chunks[i]) for i in others],
             receives=[(self.ranks[i], self._found[i]) for i in others],
-            edge="dense",
+            edge=self._edge,
         )
 
     def add_up(self) -> None:
@@ -141,37 +184,60 @@ class _Ring:
             sequence,
             sends=[(self.ranks[i], self.chunks[self._place]) for i in others],
             receives=[(self.ranks[i], self.chunks[i]) for i in others],
-            edge="dense",
+            edge=self._edge,
         )
 
 
 class DenseBuckets:
-    """Sums the gradients of dense parameters over all ranks."""
+    """Sums the gradients of dense parameters over all ranks.
 
-    def __init__(self, parameters: Sequence[nn.Parameter], mesh: Mesh, span: int) -> None:
+    Args:
+        parameters: In the model's order.
+        mesh: Of the model.
+        span: `Plan.span`.
+        riders: Travel in the bucket that backward completes last.
+        own: Travel in a bucket of their own.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        mesh: Mesh,
+        span: int,
+        *,
+        riders: Sequence[Rider] = (),
+        own: Sequence[Rider] = (),
+    ) -> None:
         self.parameters = list(parameters)
         self.is_accumulating = False
         self._is_active = False
         self._buckets: list[_Bucket] = []
         if mesh.world == 1:
             return
-        for number, members in enumerate(bucket_parameters([p.numel() for p in parameters])):
-            bucket = _Bucket([parameters[i] for i in members], mesh, number, span)
+        sizes = [p.numel() for p in parameters]
+        members = [[parameters[i] for i in bucket] for bucket in bucket_parameters(sizes)]
+        loads: list[tuple[list[nn.Parameter], Sequence[Rider]]] = [(m, ()) for m in members]
+        if loads:
+            loads[-1] = (members[-1], riders)
+        else:
+            own = [*own, *riders]
+        loads += [([], own)] if own else []
+        for number, (chosen, aboard) in enumerate(loads):
+            bucket = _Bucket(chosen, aboard, mesh, number, span)
             self._buckets.append(bucket)
-            for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(self._hook(bucket))
+            for parameter in chosen:
+                parameter.register_post_accumulate_grad_hook(lambda _, b=bucket: self._ready(b))
+            for rider in aboard:
+                rider.on_ready = functools.partial(self._ready, bucket)
 
-    def _hook(self, bucket: _Bucket):  # type: ignore[no-untyped-def]
-        def ready(parameter: Tensor) -> None:
-            self._is_active = True
-            if bucket.is_launched:
-                bucket.is_stale = True  # a second backward added to what was sent
-                return
-            bucket.missing -= 1
-            if bucket.missing == 0 and not self.is_accumulating:
-                bucket.launch()
-
-        return ready
+    def _ready(self, bucket: _Bucket) -> None:
+        self._is_active = True
+        if bucket.is_launched:
+            bucket.is_stale = True  # a second backward added to what was sent
+            return
+        bucket.missing -= 1
+        if bucket.missing == 0 and not self.is_accumulating:
+            bucket.launch()
 
     def launch(self) -> None:
         """Send every bucket that backward did not complete; other ranks may wait for it.
@@ -201,7 +267,8 @@ class DenseBuckets:
             self.launch()
         for bucket in self._buckets:
             bucket.finish(keep=False)
-            bucket.missing, bucket.is_stale = len(bucket.parameters), False
+            bucket.is_stale = False
+            bucket.reset()
         self._is_active = False
 
 

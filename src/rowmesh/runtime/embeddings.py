@@ -16,10 +16,10 @@ from rowmesh.errors import InputError, RowmeshError, StepError
 from rowmesh.features import KeyedJaggedTensor
 from rowmesh.nn.bags import Reader, as_features, check_ids, flatten
 from rowmesh.nn.collections import Piece
-from rowmesh.nn.kernels import pool
+from rowmesh.runtime.copies import CopyRider
 from rowmesh.runtime.outputs import join_columns
 from rowmesh.runtime.relay import Relay
-from rowmesh.runtime.requests import NUM_COUNTS, Request, num_words, pack, unpack
+from rowmesh.runtime.requests import NUM_COUNTS, Request, look_up, num_words, pack, unpack
 from rowmesh.runtime.returns import send_back
 from rowmesh.runtime.routes import Route, route_bags
 from rowmesh.runtime.scratch import Scratch
@@ -71,6 +71,7 @@ class ShardedEngine:
             for i, stack in enumerate(stacks)
             if stack.layout.is_relayed
         }
+        self.riders: list[CopyRider] = []
         self.exports = wire.channel(f"export of {path}", Lane.ROWS)
         self.num_exports = 0
 
@@ -101,7 +102,7 @@ class ShardedEngine:
             counts = self._exchange_counts(features, routes, error)
         with phase("ids"):
             buffers, arriving = self._await_vectors(routes)
-            asked = self._exchange_ids(routes, counts)
+            asked = self._exchange_ids(routes, counts, buffers)
         relayed = self._fetch(asked)
         with phase("lookup"):
             self._answer(routes, asked, relayed, buffers)
@@ -230,9 +231,15 @@ class ShardedEngine:
         return buffers, handles
 
     def _exchange_ids(
-        self, routes: Sequence[Route], counts: Sequence[Sequence[int]]
+        self,
+        routes: Sequence[Route],
+        counts: Sequence[Sequence[int]],
+        buffers: Sequence[Tensor],
     ) -> list[Sequence[Request]]:
-        """Send every owner its requests; returns ``[stack][source]`` what this rank was asked."""
+        """Send every owner its requests; returns ``[stack][source]`` what this rank was asked.
+
+        While they travel, what this rank holds itself is read into ``buffers``.
+        """
         mesh, layouts = self.mesh, [s.layout for s in self.stacks]
         sends, weight_sends = [], []
         for peer in mesh.peers():
@@ -261,6 +268,8 @@ class ShardedEngine:
                 edge="sample weights",
             ),
         ]
+        with mesh.trace.phase("lookup"):
+            self._look_up_here(routes, buffers)
         for handle in handles:
             handle.wait()
         by_source = [
@@ -270,6 +279,18 @@ class ShardedEngine:
             for source in range(mesh.world)
         ]
         return [list(asked) for asked in zip(*by_source, strict=True)]
+
+    def _look_up_here(self, routes: Sequence[Route], buffers: Sequence[Tensor]) -> None:
+        """Copies, and this rank's own rows where no relay fetches them."""
+        rank = self.mesh.rank
+        for i, (stack, route, buffer) in enumerate(zip(self.stacks, routes, buffers, strict=True)):
+            bounds = route.vector_bounds
+            if len(route.copied_slots):
+                out = buffer[bounds[-1] :]
+                torch.index_select(stack.copies, 0, route.copied_slots, out=out)
+            if i not in self.relays:
+                out = buffer[bounds[rank] : bounds[rank + 1]]
+                look_up(stack.home, route.requests[rank], out)
 
     def _fetch(self, asked: Sequence[Sequence[Request]]) -> dict[int, Relayed]:
         """Rows that relayed stacks need from the ranks beside this one, by stack."""
@@ -286,7 +307,7 @@ class ShardedEngine:
         relayed: Mapping[int, Relayed],
         buffers: Sequence[Tensor],
     ) -> None:
-        """Look up what was asked: send it to peers, put this rank's own into its buffers."""
+        """Look up what peers asked, and send it; a relay also its own rank's."""
         mesh, rank = self.mesh, self.mesh.rank
         for i, (stack, route, buffer) in enumerate(zip(self.stacks, routes, buffers, strict=True)):
             sends = []
@@ -297,7 +318,7 @@ class ShardedEngine:
                 request = requests[peer]
                 size = (request.num_vectors, stack.layout.dim)
                 out = self._scratch.take(("answer", i, peer), *size, buffer.dtype)
-                _look_up(source, request, out)
+                look_up(source, request, out)
                 sends.append((peer, out))
                 row_bytes = out.element_size() * out.shape[1]
                 mesh.ledger.record("rows", peer, len(request.rows) * row_bytes)
@@ -305,11 +326,9 @@ class ShardedEngine:
             self._leaving.append(
                 self._vectors[i].post(self._number, sends=sends, receives=(), edge=None)
             )
-            bounds = route.vector_bounds
-            _look_up(source, requests[rank], buffer[bounds[rank] : bounds[rank + 1]])
-            if len(route.copied_slots):
-                out = buffer[bounds[-1] :]
-                torch.index_select(stack.copies, 0, route.copied_slots, out=out)
+            if i in relayed:
+                bounds = route.vector_bounds
+                look_up(source, requests[rank], buffer[bounds[rank] : bounds[rank + 1]])
 
     def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor]) -> None:
         """Send the gradient of every vector to its owner, of every copied row to its sum owner.
@@ -328,26 +347,11 @@ class ShardedEngine:
             else:
                 ticket.home.append(grad[:0], [], None)
                 ticket.copied.append(grad[:0], [], None)
+                ticket.dense.append(grad[:0])
         ticket.is_sent = True
         is_last = not self.is_accumulating and all(t.is_sent for t in self.tickets)
         if is_last and self.on_all_sent is not None:
             self.on_all_sent()
-
-
-def _look_up(source: Tensor, request: Request, out: Tensor) -> None:
-    """The vectors of a request: rows as they are, then bags summed."""
-    num_rows, bags = len(request.rows), request.num_pooled
-    parts = [(request.rows, out[:num_rows])] if num_rows else []
-    if bags and bags == len(request.pooled) and request.weights is None:
-        parts.append((request.pooled, out[num_rows:]))  # every bag is one row
-    elif bags:
-        slots, starts = request.pooled_slots(), request.pooled_starts()
-        out[num_rows:] = pool(source, slots, starts, request.weights)
-    for slots, part in parts:
-        if part.dtype == source.dtype:
-            torch.index_select(source, 0, slots, out=part)
-        else:
-            part.copy_(source.index_select(0, slots))
 
 
 class _Lookup(torch.autograd.Function):

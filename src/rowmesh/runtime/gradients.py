@@ -22,11 +22,12 @@ __all__ = ["RowGradient", "SparseGradients"]
 class RowGradient:
     """The summed gradient of distinct rows of this rank's home or copies of a stack.
 
-    ``own`` are the entries this rank counts in a norm over ranks: all of a home's, and of the
-    copies those whose sum it made. ``stack`` is the number of the stack whose home it is.
+    ``own`` are the entries this rank counts in a norm over ranks: all of a home's, and its share
+    of the copies'. ``stack`` is the number of the stack.
     """
 
-    stack: int | None
+    stack: int
+    is_copied: bool
     weight: Tensor
     state: dict[str, Tensor]
     rows: Tensor
@@ -40,7 +41,7 @@ class SparseGradients:
     def __init__(self, engine: ShardedEngine) -> None:
         self._engine = engine
         layouts = [stack.layout for stack in engine.stacks]
-        self._copied = [i for i, layout in enumerate(layouts) if layout.copied and layout.trainable]
+        self._copied = [i for i, x in enumerate(layouts) if x.copy_bounds[-1] and x.trainable]
         self._sums: Future[list[RowGradient]] | None = None
         self._sequence = 0
         wire = engine.mesh.wire
@@ -49,7 +50,7 @@ class SparseGradients:
         self._values = [
             wire.channel(f"hot sums of {engine.path}", Lane.GRADS) for _ in self._copied
         ]
-        engine.on_all_sent = self._launch
+        engine.on_all_sent = self._all_sent
 
     def reduce(self) -> list[RowGradient]:
         """The gradients of all rows this rank updates; tickets without backward are dropped.
@@ -101,6 +102,12 @@ class SparseGradients:
     def _sent(self) -> list[Ticket]:
         return [t for t in self._engine.tickets if t.is_sent]
 
+    def _all_sent(self) -> None:
+        for rider in self._engine.riders:
+            assert rider.on_ready is not None
+            rider.on_ready()
+        self._launch()
+
     def _launch(self) -> None:
         if self._copied:
             self._sequence += 1
@@ -147,6 +154,7 @@ class SparseGradients:
         )
         return RowGradient(
             stack=number,
+            is_copied=False,
             weight=stack.home,
             state=stack.home_state,
             rows=rows,
@@ -230,14 +238,29 @@ class SparseGradients:
             handle.wait()
         found = [decode_set(words[r], counts[r], sizes[r]) + bounds[r] for r in range(mesh.world)]
         first = sum(counts[: mesh.rank])
+        return self._of_copies(number, torch.cat(found), total, slice(first, first + len(rows)))
+
+    def _of_copies(self, number: int, rows: Tensor, grad: Tensor, own: slice) -> RowGradient:
+        stack = self._engine.stacks[number]
         return RowGradient(
-            stack=None,
+            stack=number,
+            is_copied=True,
             weight=stack.copies,
             state=stack.copies_state,
-            rows=torch.cat(found),
-            grad=total,
-            own=slice(first, first + counts[mesh.rank]),
+            rows=rows,
+            grad=grad,
+            own=own,
         )
+
+    def dense_sums(self) -> list[RowGradient]:
+        """The gradients of copies that the dense buckets have added up."""
+        mesh, found = self._engine.mesh, []
+        for rider in self._engine.riders:
+            rows, grad = rider.sums()
+            share = -(-len(rows) // mesh.world)
+            own = slice(share * mesh.rank, share * (mesh.rank + 1))
+            found.append(self._of_copies(rider.number, rows, grad, own))
+        return found
 
 
 def _firsts(tickets: Sequence[Ticket], number: int) -> list[int]:

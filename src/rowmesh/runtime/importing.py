@@ -8,9 +8,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rowmesh.nn.init import fill_initial_values
+from rowmesh.runtime.copies import refresh_copies, refresh_homes
 from rowmesh.runtime.embeddings import ShardedEngine
+from rowmesh.runtime.places import Region
 from rowmesh.runtime.regions import NamedTable, Place, places_of, send_bytes
-from rowmesh.runtime.stacks import Region
 
 __all__ = ["Ints", "set_rows", "share_of"]
 
@@ -39,10 +40,12 @@ def set_rows(
         assert values is not None
         _set_local(table, values, rows)
         return
+    refresh_homes([table.engine])
     for place in places_of(table.engine, table.index):
         positions, slots = share_of(place.region, rows, count)
         for chunk in _chunks(len(positions), place):
             _set_chunk(table.engine, place, values, positions[chunk], slots[chunk], spread=spread)
+    refresh_copies([table.engine])
 
 
 def share_of(region: Region, rows: Ints | None, count: int) -> tuple[Ints, Ints]:

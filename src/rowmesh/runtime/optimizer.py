@@ -82,7 +82,9 @@ class Optimizer(torch.optim.Optimizer):
         pending = self._reduce()
         lr = self.param_groups[-1]["lr"]
         for parts, column_squares in zip(pending, self._squares, strict=True):
-            squares = column_squares.add(parts) if self._rule.adds_squares else {}
+            squares: list[Tensor | None] = [None] * len(parts)
+            if self._rule.adds_squares:
+                squares = column_squares.add(parts)
             with self._trace.phase("update"):
                 self._update(parts, squares, lr)
         if self.dense is not None:
@@ -91,11 +93,10 @@ class Optimizer(torch.optim.Optimizer):
                 self.dense.zero_grad(set_to_none=True)
         self._pending = None
 
-    def _update(self, parts: list[RowGradient], squares: dict[int, Tensor], lr: float) -> None:
-        for part in parts:
+    def _update(self, parts: list[RowGradient], squares: list[Tensor | None], lr: float) -> None:
+        for part, found in zip(parts, squares, strict=True):
             if len(part.rows):
                 rows = part.rows.long()
-                found = None if part.stack is None else squares.get(part.stack)
                 self._rule.update(part.weight, part.state, rows, part.grad, lr, squares=found)
 
     @torch.no_grad()
@@ -199,4 +200,6 @@ class Optimizer(torch.optim.Optimizer):
             self._buckets.launch()
             self._pending = [sparse.reduce() for sparse in self._sparse]
             self._buckets.reduce()
+            for parts, sparse in zip(self._pending, self._sparse, strict=True):
+                parts += sparse.dense_sums()
         return self._pending

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rowmesh.comm.mesh import Mesh
 from rowmesh.runtime.embeddings import ShardedEngine, sharded_engines
-from rowmesh.runtime.stacks import Region
+from rowmesh.runtime.places import Region
 from rowmesh.runtime.tickets import Stack
 from rowmesh.tables import TableConfig, named_collections
 
@@ -116,13 +116,20 @@ def put_region(whole: Tensor, region: Region, part: Tensor) -> None:
     A ``[rows, columns]`` tensor takes the part at the region's rows and columns. A ``[rows]``
     tensor is the same for every column piece and takes the part at its rows.
     """
-    rows = torch.from_numpy(region.homes.rows(region.owner)).to(whole.device)
+    rows = torch.from_numpy(region.rows()).to(whole.device)
     first, last = region.columns
     target = whole if whole.dim() == 1 else whole[:, first:last]
     target.index_copy_(0, rows, part)
 
 
-def send_bytes(engine: ShardedEngine, tensor: Tensor, *, source: int, targets: list[int]) -> None:
+def send_bytes(
+    engine: ShardedEngine,
+    tensor: Tensor,
+    *,
+    source: int,
+    targets: list[int],
+    edge: str = "checkpoint",
+) -> None:
     """Fill ``tensor``, contiguous, on the ranks ``targets`` with its values on ``source``.
 
     Collective:
@@ -137,6 +144,6 @@ def send_bytes(engine: ShardedEngine, tensor: Tensor, *, source: int, targets: l
         engine.num_exports,
         sends=sends,
         receives=[(source, data)] if is_target else (),
-        edge="checkpoint",
+        edge=edge,
     )
     handle.wait()

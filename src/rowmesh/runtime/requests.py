@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rowmesh.nn.kernels import pool
 from rowmesh.runtime.sets import decode_set, encode_set, set_words
 
-__all__ = ["NUM_COUNTS", "Request", "num_words", "pack", "unpack"]
+__all__ = ["NUM_COUNTS", "Request", "look_up", "num_words", "pack", "unpack"]
 
 NUM_COUNTS = 4  # of one request in the counts message: rows, pooled ids, bags, copied rows
 
@@ -102,3 +103,19 @@ def unpack(
         )
         for count, size in zip(counts, num_summed, strict=True)
     ]
+
+
+def look_up(source: Tensor, request: Request, out: Tensor) -> None:
+    """The vectors of a request: rows as they are, then bags summed."""
+    num_rows, bags = len(request.rows), request.num_pooled
+    parts = [(request.rows, out[:num_rows])] if num_rows else []
+    if bags and bags == len(request.pooled) and request.weights is None:
+        parts.append((request.pooled, out[num_rows:]))  # every bag is one row
+    elif bags:
+        slots, starts = request.pooled_slots(), request.pooled_starts()
+        out[num_rows:] = pool(source, slots, starts, request.weights)
+    for slots, part in parts:
+        if part.dtype == source.dtype:
+            torch.index_select(source, 0, slots, out=part)
+        else:
+            part.copy_(source.index_select(0, slots))

@@ -52,6 +52,7 @@ def send_back(
         torch.index_select(grad, 0, route.backward.positions, out=vectors)
     else:
         vectors = route.backward.of(grad)
+    ticket.dense.append(vectors[route.copy_bounds[-1] :])
     at, own = num_own, 0
     for channel, edge, bounds, sizes, arrivals in kinds:
         firsts = dict(zip(peers, accumulate((sizes[p] for p in peers), initial=at), strict=False))

@@ -9,6 +9,8 @@ Keys of a stack, ascending::
 
 Each run of equal keys is one *vector*: a row, a bag's partial sum, or a local copy's row. A
 vector buffer in key order has one contiguous slice per owner, which is sent or received as is.
+Hot rows are sorted by the keys of their homes, found among the distinct keys, and get the keys of
+their copies: their vectors move behind the others.
 """
 
 from collections.abc import Sequence
@@ -59,7 +61,8 @@ class Route:
     Args:
         requests: One per rank.
         vector_bounds: ``[W + 1]`` slices of the vector buffer by owner; copies follow the last.
-        copy_bounds: ``[W + 1]`` slices of the copied vectors by sum owner.
+        copy_bounds: ``[W + 1]`` slices of the copied vectors by sum owner; those with dense sums
+            follow the last.
         copied_slots: Rows of the copies stack to read.
         forward: Every bag from the vectors.
         backward: Every vector's gradient from the bags'.
@@ -75,7 +78,12 @@ class Route:
     @property
     def num_vectors(self) -> int:
         """Rows of the vector buffer."""
-        return self.copy_bounds[-1]
+        return self.vector_bounds[-1] + len(self.copied_slots)
+
+    @property
+    def dense_slots(self) -> Tensor:
+        """Rows of the copies stack whose sums are dense: of the vectors after `copy_bounds`."""
+        return self.copied_slots[self.copy_bounds[-1] - self.vector_bounds[-1] :]
 
 
 def route_bags(layout: StackLayout, bags: Bags, *, training: bool) -> Route:
@@ -88,9 +96,7 @@ def route_bags(layout: StackLayout, bags: Bags, *, training: bool) -> Route:
     bases = _bases(layout, num_bags)  # of rows and bags by owner, then of copies, then the end
     pooled = layout.is_pooled.index_select(0, bags.reader) if layout.has_pooled else None
     keys = _keys(layout, bags, entry, slot, pooled, bases)
-    sorted_keys, order = torch.sort(keys, stable=True)
-    starts = _vector_starts(layout, bags, sorted_keys, order)
-    vector_keys = sorted_keys.index_select(0, starts)
+    vector_keys, order, starts = _vectors(layout, bags, keys, first_copy=bases[-2])
     edges = torch.tensor(
         [*bases[:-1], *(bases[-2] + b for b in layout.copy_bounds)], device=keys.device
     ).to(keys.dtype)
@@ -122,7 +128,7 @@ def route_bags(layout: StackLayout, bags: Bags, *, training: bool) -> Route:
         vector_keys,
         by_region,
         copy_cuts,
-        sorted_keys,
+        starts,
         pooled_ids,
         _select(bags.weights, order),
     )
@@ -157,7 +163,7 @@ def _bases(layout: StackLayout, num_bags: int) -> list[int]:
     for slots in layout.asked_slots:
         bases += [at, at + slots]
         at += slots + (num_bags if layout.has_pooled else 0)
-    return [*bases, at, at + layout.copy_bounds[-1]]
+    return [*bases, at, at + layout.num_copies]
 
 
 def _keys(
@@ -181,13 +187,76 @@ def _keys(
     return keys.to(torch.int32) if bases[-1] <= _INT32 else keys
 
 
-def _vector_starts(layout: StackLayout, bags: Bags, keys: Tensor, order: Tensor) -> Tensor:
-    """Where vectors begin among the sorted keys; without dedup every id is its own vector."""
+def _vectors(
+    layout: StackLayout, bags: Bags, keys: Tensor, *, first_copy: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The key of every vector, ascending; the ids in their order; where each vector's begin."""
+    keys, order = torch.sort(keys, stable=True)
+    if not len(layout.hot_keys):
+        starts = _starts(layout, bags, keys, order, None)
+        return keys.index_select(0, starts), order, starts
+    runs = run_starts(keys)
+    distinct = keys.index_select(0, runs)
+    run, slot = _find_hot(layout, distinct, len(bags.lengths))
+    hot = torch.zeros(len(distinct), dtype=torch.bool, device=keys.device)
+    hot[run] = True
+    distinct[run] = (slot + first_copy).to(keys.dtype)
+    if layout.all_deduped:
+        starts, vector_keys = runs, distinct
+    else:
+        ends = torch.cat([runs[1:], runs.new_tensor([len(keys)])])
+        of_run = torch.repeat_interleave(ends - runs, output_size=len(keys))
+        starts = _starts(layout, bags, keys, order, hot.index_select(0, of_run))
+        vector_keys = distinct.index_select(0, of_run.index_select(0, starts))
+    if not len(run):
+        return vector_keys, order, starts
+    return _move(vector_keys, order, starts, first_copy, in_order=layout.hot_in_order)
+
+
+def _starts(
+    layout: StackLayout, bags: Bags, keys: Tensor, order: Tensor, hot: Tensor | None
+) -> Tensor:
+    """Where vectors begin among the sorted keys; without dedup every cold id is its own vector."""
     if layout.all_deduped:
         return run_starts(keys)
     once = layout.is_deduped.index_select(0, bags.reader).index_select(0, order)
+    if hot is not None:
+        once = once | hot
     number = torch.arange(len(keys), device=keys.device)
     return run_starts(keys, torch.where(once, -1, number))
+
+
+def _find_hot(layout: StackLayout, distinct: Tensor, num_bags: int) -> tuple[Tensor, Tensor]:
+    """Which of the distinct keys, ascending, are of hot rows, and the slots of their copies."""
+    keys = layout.hot_keys
+    if layout.has_pooled:
+        keys = keys + num_bags * layout.hot_ranks
+    keys = keys.to(distinct.dtype)
+    few, many = (keys, distinct) if len(keys) < len(distinct) else (distinct, keys)
+    if not len(few):
+        return few.long(), few.long()
+    place = torch.searchsorted(many, few).clamp_(max=len(many) - 1)
+    mine = (many.index_select(0, place) == few).nonzero().squeeze(1)
+    place = place.index_select(0, mine)
+    run, number = (place, mine) if few is keys else (mine, place)
+    return run, layout.hot_slots.index_select(0, number)
+
+
+def _move(
+    vector_keys: Tensor, order: Tensor, starts: Tensor, first_copy: int, *, in_order: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Vectors, and the ids of each, in the order of the vectors' keys: copies last."""
+    is_copy = vector_keys >= first_copy
+    cold, copies = ((~is_copy).nonzero().squeeze(1), is_copy.nonzero().squeeze(1))
+    if not in_order:
+        copies = copies.index_select(0, torch.argsort(vector_keys.index_select(0, copies)))
+    place = torch.cat([cold, copies])
+    old = starts.index_select(0, place)
+    lengths = torch.diff(starts, append=starts.new_tensor([len(order)])).index_select(0, place)
+    new = torch.cumsum(lengths, 0, dtype=starts.dtype).sub_(lengths)
+    shift = torch.repeat_interleave(old - new, lengths, output_size=len(order))
+    ids = shift + torch.arange(len(order), dtype=starts.dtype, device=starts.device)
+    return vector_keys.index_select(0, place), order.index_select(0, ids), new
 
 
 def _select(values: Tensor | None, order: Tensor) -> Tensor | None:
@@ -200,14 +269,15 @@ def _requests(
     vector_keys: Tensor,
     by_region: Sequence[int],
     copy_cuts: Sequence[int],
-    sorted_keys: Tensor,
+    starts: Tensor,
     pooled_ids: Tensor | None,
     weights: Tensor | None,
 ) -> list[Request]:
     id_cuts = [0] * len(by_region)
     if pooled_ids is not None:
-        edges = torch.tensor(bases[:-1], device=sorted_keys.device).to(sorted_keys.dtype)
-        id_cuts = torch.searchsorted(sorted_keys, edges).tolist()
+        cuts = torch.tensor(by_region, device=starts.device)
+        ends = torch.cat([starts, starts.new_tensor([len(pooled_ids)])])
+        id_cuts = ends.index_select(0, cuts).tolist()
         if max(layout.asked_slots) <= _INT32:
             pooled_ids = pooled_ids.to(torch.int32)
     nothing = vector_keys[:0]

@@ -10,12 +10,14 @@ from rowmesh.comm.mesh import Mesh
 from rowmesh.errors import NotExecutable, PlanError, did_you_mean
 from rowmesh.nn.collections import EmbeddingBagCollection, EmbeddingCollection
 from rowmesh.nn.init import fill_initial_values
-from rowmesh.placement import Copies, Plan, TablePlan
+from rowmesh.placement import Copies, Plan, TablePlan, hot_ids
 from rowmesh.placement.dense import bucket_elements
 from rowmesh.runtime.adopt import adopt_collections
+from rowmesh.runtime.copies import make_riders
 from rowmesh.runtime.dense import DenseBuckets, broadcast_dense
-from rowmesh.runtime.embeddings import ShardedEngine
-from rowmesh.runtime.stacks import Region, StackLayout, lay_out
+from rowmesh.runtime.embeddings import ShardedEngine, sharded_engines
+from rowmesh.runtime.places import DENSE_SUMS, Region
+from rowmesh.runtime.stacks import StackLayout, lay_out
 from rowmesh.runtime.tickets import Stack
 from rowmesh.storage import allocate_rows
 from rowmesh.tables import (
@@ -86,7 +88,10 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
         module.engine = _make_engine(path, module, plans, mesh, plan.span)
     if mesh.world > 1:
         broadcast_dense([*dense, *model.buffers()], mesh)
-    model._rowmesh_dense = DenseBuckets(trainable, mesh, plan.span)  # type: ignore[assignment]
+    engines = sharded_engines(model)
+    own, riders = ([r for e in engines for r in make_riders(e, sums)] for sums in DENSE_SUMS)
+    buckets = DenseBuckets(trainable, mesh, plan.span, riders=riders, own=own)
+    model._rowmesh_dense = buckets  # type: ignore[assignment]
     model._rowmesh_plan = plan  # type: ignore[assignment]
     return model
 
@@ -100,17 +105,19 @@ def _check_executable(plan: Plan) -> None:
         (any(c.stack != ("fp32",) for c in plan.codecs), "codecs other than fp32"),
     ]
     for table in plan.tables:
+        for _, rows in table.hot:
+            hot_ids(rows, where=f"table {table.name!r}")
         tier, where = table.rest, f" (table {table.name!r})"
         wanted += [
-            (len(table.tiers) > 1, "hot sets" + where),
-            (tier.copies is Copies.HOST, "copies per host" + where),
+            (any(t.copies is Copies.HOST for t in table.tiers), "copies per host" + where),
             (tier.store != "ram", f"the {tier.store} store" + where),
         ]
     for is_wanted, what in wanted:
         if is_wanted:
             raise NotExecutable(
                 f"the plan is valid, but this version does not run {what}; it runs all splits of "
-                f"tables and copies on every rank, in ram, over one shard group"
+                f"tables, and copies of tables or hot rows on every rank, in ram, over one shard "
+                f"group"
             )
 
 
@@ -154,7 +161,7 @@ def _make_engine(
             for region in stack.layout.home:
                 if region.table == table and region.rank == mesh.rank:
                     _fill(stack.home, region, module)
-            for region in stack.layout.copied:
+            for region in (*stack.layout.copied, *stack.layout.hot):
                 if region.table == table:
                     _fill(stack.copies, region, module)
         del module.table_modules()[config.name]  # frees a materialised table
@@ -174,7 +181,7 @@ def _make_stack(layout: StackLayout, mesh: Mesh) -> Stack:
     def empty(num_rows: int) -> Tensor:
         return allocate_rows(num_rows, layout.dim, dtype=layout.dtype, device=mesh.device)
 
-    home, copies = empty(layout.home_slots[mesh.rank]), empty(layout.copy_bounds[-1])
+    home, copies = empty(layout.home_slots[mesh.rank]), empty(layout.num_copies)
     return Stack(layout=layout, home=home, copies=copies)
 
 
@@ -183,7 +190,7 @@ def _fill(out: Tensor, region: Region, module: _Collection) -> None:
     """The region's rows: from the module's table if it has memory, else their initial values."""
     config = module.configs()[region.table]
     part = out[region.start : region.start + region.num_rows]
-    rows = torch.from_numpy(region.homes.rows(region.owner)).to(out.device)
+    rows = torch.from_numpy(region.rows()).to(out.device)
     weight = module.table_modules()[config.name].weight
     if weight.device.type == "meta":
         fill_initial_values(part, config, rows, seed=module.seed, columns=region.columns)

@@ -3,7 +3,8 @@
 Row-wise AdaGrad needs the mean over all columns of a row. Each owner of a column piece sends the
 squares of its column blocks, and every one adds all blocks in column order
 (`rowmesh.optim.squares`): the same bits on all of them, and those of a table that is not split.
-Pieces are asked for the same rows by everyone, so owners know how many rows to expect.
+Pieces are asked for the same rows by everyone, so owners know how many rows to expect. Of hot rows
+every rank has all columns and adds their squares by itself.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from rowmesh.optim.squares import block_squares, mean_of_blocks
 from rowmesh.placement.columns import num_blocks
 from rowmesh.runtime.embeddings import ShardedEngine
 from rowmesh.runtime.gradients import RowGradient
-from rowmesh.runtime.stacks import Region
+from rowmesh.runtime.places import Region
 
 __all__ = ["ColumnSquares"]
 
@@ -40,24 +41,51 @@ class ColumnSquares:
 
     def __init__(self, engine: ShardedEngine) -> None:
         self._engine, self._sequence = engine, 0
-        self._shares = _shares(engine)
+        self._shares, self._hot = _shares(engine), _hot_rows(engine)
         self._channel = engine.mesh.wire.channel(f"column squares of {engine.path}", Lane.GRADS)
 
-    def add(self, gradients: Sequence[RowGradient]) -> dict[int, Tensor]:
-        """By stack, the mean squares of the rows in its gradient; stacks without split columns
-        are left out.
+    def add(self, gradients: Sequence[RowGradient]) -> list[Tensor | None]:
+        """Of each gradient, the mean squares of its rows; None where columns are not split.
 
         Collective:
             All ranks that hold split columns, after the same backwards.
         """
         self._sequence += 1
-        if not self._shares:
-            return {}
+        if not (self._shares or self._hot):
+            return [None] * len(gradients)
         with self._engine.mesh.trace.phase("column squares"):
-            return self._add(gradients)
+            home = self._add(gradients) if self._shares else {}
+            hot = self._add_hot(gradients) if self._hot else {}
+        return [hot.get(i) if g.is_copied else home.get(g.stack) for i, g in enumerate(gradients)]
+
+    def _add_hot(self, gradients: Sequence[RowGradient]) -> dict[int, Tensor]:
+        """By number of the gradient, the mean squares of its rows, which are copies."""
+        places: dict[tuple[int, int], tuple[int, int, int]] = {}  # of a region: gradient, slice
+        found: dict[int, Tensor] = {}
+        for i, gradient in enumerate(gradients):
+            starts = [r.start for row in self._hot for s, r in row if s == gradient.stack]
+            ends = [
+                r.start + r.num_rows for row in self._hot for s, r in row if s == gradient.stack
+            ]
+            if not gradient.is_copied or not starts:
+                continue
+            edges = torch.tensor([*starts, *ends], device=gradient.rows.device)
+            cuts = torch.searchsorted(gradient.rows, edges.to(gradient.rows.dtype)).tolist()
+            found[i] = gradient.grad.new_empty(len(gradient.rows))
+            for k, start in enumerate(starts):
+                if cuts[k] < cuts[k + len(starts)]:
+                    places[gradient.stack, start] = (i, cuts[k], cuts[k + len(starts)])
+        for row in self._hot:
+            parts = [places[s, r.start] for s, r in row if (s, r.start) in places]
+            dim = row[-1][1].columns[1]
+            blocks = [block_squares(gradients[i].grad[a:b], dim=dim) for i, a, b in parts]
+            for i, first, last in parts:
+                found[i][first:last] = mean_of_blocks(torch.cat(blocks, dim=1), dim=dim)
+        return found
 
     def _add(self, gradients: Sequence[RowGradient]) -> dict[int, Tensor]:
-        parts = {g.stack: g for g in gradients if g.stack is not None}
+        """By stack, the mean squares of the rows in its home's gradient."""
+        parts = {g.stack: g for g in gradients if not g.is_copied}
         mine = [_part(share, parts[share.stack]) for share in self._shares if share.stack in parts]
         shares = [share for share in self._shares if share.stack in parts]
         peers = sorted({r.rank for share in shares for r in share.row if r is not share.mine})
@@ -117,3 +145,15 @@ def _shares(engine: ShardedEngine) -> list[_Share]:
             dim = engine.stacks[stack].layout.table_dim
             found.append(_Share(stack, mine, row, dim // num_blocks(dim)))
     return sorted(found, key=lambda share: share.mine.table)
+
+
+def _hot_rows(engine: ShardedEngine) -> list[list[tuple[int, Region]]]:
+    """Regions that hold columns of the same hot rows, with their stacks, in column order."""
+    rows: dict[tuple[int, int, str], list[tuple[int, Region]]] = {}
+    for stack, s in enumerate(engine.stacks):
+        if s.layout.trainable and s.layout.dim < s.layout.table_dim:
+            for region in s.layout.hot:
+                rows.setdefault((region.table, region.owner, region.sums), []).append(
+                    (stack, region)
+                )
+    return [sorted(row, key=lambda member: member[1].columns[0]) for row in rows.values()]

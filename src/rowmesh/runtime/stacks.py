@@ -2,8 +2,9 @@
 
 Pure arithmetic on the plan. A table is one piece, or several column pieces; pieces of one width,
 table dim, dtype and wire form are stacked. A rank's home stack holds the rows it owns, piece
-after piece, and its copies stack the rows every rank holds, ordered by the rank that adds up
-their gradients.
+after piece, and its copies stack the rows every rank holds: first those with sparse sums, ordered
+by the rank that adds up their gradients, then those with dense ones. A hot row has a slot in both;
+its home is stale while it is hot, and its home's rank adds up its gradients.
 """
 
 from collections.abc import Sequence
@@ -15,28 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rowmesh.nn.bags import Reader
-from rowmesh.placement import Copies, Exchange, Homes, TablePlan
+from rowmesh.placement import Copies, Exchange, TablePlan
+from rowmesh.runtime.places import Region, find_hot, index_hot, lay_copies
 from rowmesh.tables import parse_dtype
 from rowmesh.topology import Topology
 
-__all__ = ["Region", "StackLayout", "lay_out"]
+__all__ = ["StackLayout", "lay_out"]
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Region:
-    """Rows of one piece of a table that lie together in a rank's home or the copies stack."""
-
-    table: int
-    rank: int
-    owner: int  # index of the rank among those of its column piece
-    homes: Homes
-    columns: tuple[int, int]  # first and last + 1
-    start: int
-
-    @property
-    def num_rows(self) -> int:
-        """Slots of the region."""
-        return self.homes.num_slots(self.owner)
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +51,17 @@ class StackLayout:
         readers: Indices into the collection's readers; one comes once for every piece.
         columns: Of each of ``readers``, the columns of the table it reads here.
         home: Regions in home stacks, of all ranks.
-        copied: Regions in the copies stack.
+        copied: Regions in the copies stack of tables that are copied whole.
+        hot: Regions in the copies stack of hot rows.
         home_slots: ``[W]`` rows of each rank's home stack.
         asked_slots: ``[W]`` slots that each rank can be asked for: its own or, relayed, those of
             its host, rank after rank.
         copy_bounds: ``[W + 1]`` where the rows that each rank sums begin in the copies stack.
+        dense_bounds: ``[3]`` where those whose sums are ``dense``, then ``bucket``, begin and end.
+        hot_keys: Of every hot row its key (`rowmesh.runtime.routes`) without bags, ascending.
+        hot_ranks: The rank of its home.
+        hot_slots: Its slot in the copies stack.
+        hot_in_order: Those slots ascend, and no table of the stack is copied whole.
     """
 
     dim: int
@@ -81,9 +74,11 @@ class StackLayout:
     columns: tuple[tuple[int, int], ...]
     home: tuple[Region, ...]
     copied: tuple[Region, ...]
+    hot: tuple[Region, ...]
     home_slots: tuple[int, ...]
     asked_slots: tuple[int, ...]
     copy_bounds: tuple[int, ...]
+    dense_bounds: tuple[int, ...]
     is_copied: Tensor  # per reader
     is_pooled: Tensor  # per reader: owners pool
     is_deduped: Tensor  # per reader
@@ -95,6 +90,15 @@ class StackLayout:
     owner: Tensor
     slot0: Tensor
     stride: Tensor
+    hot_keys: Tensor
+    hot_ranks: Tensor
+    hot_slots: Tensor
+    hot_in_order: bool
+
+    @property
+    def num_copies(self) -> int:
+        """Rows of the copies stack."""
+        return self.dense_bounds[-1]
 
     def num_summed(self, rank: int) -> int:
         """Copied rows whose gradients ``rank`` adds up."""
@@ -153,9 +157,9 @@ def _lay_out_one(
 ) -> StackLayout:
     world, first = topology.world, plans[pieces[0].table]
     home, home_slots = _regions(plans, [p for p in pieces if not _is_copied(plans[p.table])], world)
-    copied, sums = _regions(plans, [p for p in pieces if _is_copied(plans[p.table])], world)
-    copy_bounds = [sum(sums[:r]) for r in range(world + 1)]
-    copied = [replace(region, start=region.start + copy_bounds[region.rank]) for region in copied]
+    copied, _ = _regions(plans, [p for p in pieces if _is_copied(plans[p.table])], world)
+    copied, hot, copy_bounds, dense_bounds = lay_copies(copied, find_hot(plans, home), world)
+    hot_keys, hot_ranks, hot_slots = index_hot(hot, home_slots)
     asked_slots, route = home_slots, [*home, *copied]
     if first.is_relayed:
         asked_slots, route = _relay(home, home_slots, topology, rank)
@@ -169,7 +173,7 @@ def _lay_out_one(
     members.sort(key=lambda member: member[0])  # output order; pieces of a reader stay in order
     of_reader = [plans[piece.table] for _, _, piece in members]
 
-    def tensor(values: Sequence[int] | NDArray[np.int64]) -> Tensor:
+    def tensor(values: Sequence[int] | Ints) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int64, device=device)
 
     def flags(values: list[bool]) -> Tensor:
@@ -187,9 +191,11 @@ def _lay_out_one(
         columns=tuple(piece.columns for _, _, piece in members),
         home=tuple(home),
         copied=tuple(copied),
+        hot=tuple(hot),
         home_slots=tuple(home_slots),
         asked_slots=tuple(asked_slots),
         copy_bounds=tuple(copy_bounds),
+        dense_bounds=tuple(dense_bounds),
         is_copied=flags([_is_copied(p) for p in of_reader]),
         is_pooled=flags([_owner_pools(p) for p in of_reader]),
         is_deduped=flags(deduped),
@@ -201,6 +207,10 @@ def _lay_out_one(
         owner=tensor(lookups[0]),
         slot0=tensor(lookups[1]),
         stride=tensor(lookups[2]),
+        hot_keys=tensor(hot_keys),
+        hot_ranks=tensor(hot_ranks),
+        hot_slots=tensor(hot_slots),
+        hot_in_order=not copied and bool((np.diff(hot_slots) > 0).all()),
     )
 
 
@@ -220,13 +230,13 @@ def _relay(
 
 def _entries(
     plans: Sequence[TablePlan], pieces: Sequence[_Piece], route: Sequence[Region]
-) -> tuple[list[int], tuple[NDArray[np.int64], ...]]:
+) -> tuple[list[int], tuple[Ints, ...]]:
     """Where each piece's (piece, virtual shard) entries begin; owner, slot0 and stride of all."""
     by_piece: dict[tuple[int, tuple[int, int]], list[Region]] = {}
     for region in route:
         by_piece.setdefault((region.table, region.columns), []).append(region)
     starts, at = [], 0
-    columns: list[list[NDArray[np.int64]]] = [[], [], []]
+    columns: list[list[Ints]] = [[], [], []]
     for piece in pieces:
         regions = sorted(by_piece[piece.table, piece.columns], key=lambda r: r.owner)
         homes = plans[piece.table].homes()
@@ -265,6 +275,7 @@ def _regions(
                 homes=homes,
                 columns=piece.columns,
                 start=used[rank],
+                sums=plans[piece.table].rest.sums,
             )
             regions.append(region)
             used[rank] += region.num_rows

@@ -80,6 +80,7 @@ class Ticket:
         is_sent: Its backward has run.
         home: Gradients of home rows; the thread that steps waits for them.
         copied: Gradients of copied rows; the communication thread waits for them.
+        dense: ``[stack]`` this rank's gradients of `Route.dense_slots`.
     """
 
     number: int
@@ -90,3 +91,4 @@ class Ticket:
     is_sent: bool = False
     home: Arrivals = field(default_factory=Arrivals)
     copied: Arrivals = field(default_factory=Arrivals)
+    dense: list[Tensor] = field(default_factory=list)

@@ -6,23 +6,16 @@ from typing import Any
 
 from torch import nn
 
-from rowmesh.cost import (
-    Calibration,
-    StepTime,
-    expect_dense,
-    expect_tables,
-    load_calibration,
-    step_time,
-)
+from rowmesh.cost import Calibration, StepTime, load_calibration, plan_time
 from rowmesh.placement import Plan
 from rowmesh.placement.memory import RULE_STATES
 from rowmesh.stats import Stats
 from rowmesh.topology import Topology
 from rowmesh.train.calibrate.dense import count_dense
 from rowmesh.train.config import RunConfig
-from rowmesh.train.planning import count_accesses
+from rowmesh.train.planning import count_accesses, plan_run
 
-__all__ = ["Forecast", "forecast_run", "forecast_step"]
+__all__ = ["Forecast", "forecast_run", "forecast_step", "plan_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,18 +54,35 @@ def forecast_step(
 
     None if the calibration timed no dense layers.
     """
-    rates, topology = calibration.rates, plan.mesh.topology
+    rates = calibration.rates
     if rates.dense is None:
         return None
-    tables = expect_tables(plan, stats.tables, state=RULE_STATES[sparse], rates=rates)
-    return step_time(
-        tables,
-        expect_dense(sum(plan.dense), topology=topology, tree=plan.tree),
-        topology=topology,
+    return plan_time(
+        plan,
+        stats.tables,
         rates=rates,
         cost=rates.dense.scaled(flops=flops, parameters=parameters),
-        buckets=plan.dense,
+        state=RULE_STATES[sparse],
     )
+
+
+def plan_of(config: RunConfig, model: nn.Module, topology: Topology) -> Plan:
+    """`plan_run` of a run, told what its dense layers cost where hot rows depend on it."""
+    needs = config.plan.topology is not None and config.plan.tiers != "off"
+    return plan_run(
+        config.plan,
+        model,
+        config.data,
+        topology,
+        sparse=config.optimiser.sparse,
+        dense=_count(config, topology) if needs else None,
+    )
+
+
+def _count(config: RunConfig, topology: Topology) -> tuple[float, float]:
+    """Flops and parameters of the dense layers, for the first batch of rank 0."""
+    first = next(itertools.islice(config.data.batches(rank=0, world=topology.world), 1))
+    return count_dense(config, first)
 
 
 def forecast_run(config: RunConfig, plan: Plan, model: nn.Module, topology: Topology) -> Forecast:
@@ -84,9 +94,7 @@ def forecast_run(config: RunConfig, plan: Plan, model: nn.Module, topology: Topo
     expected, time = plan.predicted, None
     if config.plan.topology is not None:
         calibration = load_calibration(config.plan.topology, topology=topology)
-        batches = config.data.batches(rank=0, world=topology.world)
-        first = next(itertools.islice(batches, 1))
-        flops, parameters = count_dense(config, first)
+        flops, parameters = _count(config, topology)
         time = forecast_step(
             plan,
             count_accesses(config.plan, model, config.data, topology),

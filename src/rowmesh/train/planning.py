@@ -1,6 +1,7 @@
 """The plan of a run: read from a file, or made from what the first batches ask for."""
 
 import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -10,9 +11,10 @@ from rowmesh.cost import load_calibration
 from rowmesh.data import Source, SyntheticClicks
 from rowmesh.errors import InputError, PlanError
 from rowmesh.placement import Plan, load_plan
-from rowmesh.planners import Constraints, make_plan
+from rowmesh.planners import Constraints, make_plan, parse_tiers
+from rowmesh.profile import load_profile
 from rowmesh.stats import Stats
-from rowmesh.tables import named_collections
+from rowmesh.tables import TableConfig, named_collections
 from rowmesh.topology import Topology
 from rowmesh.train.machine import measure_memory
 
@@ -24,7 +26,11 @@ __all__ = [
     "measured",
     "plan_run",
     "read_plan",
+    "read_profile",
 ]
+
+
+_LEAST_BATCHES = 16  # to tell hot rows from lucky ones
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +39,10 @@ class PlanConfig:
 
     Args:
         split, exchange, allow_inexact, constraints: As for `make_plan`.
-        batches: Batches of rank 0 whose accesses are counted; 0 assumes Zipf ids.
+        tiers: Hot rows, copied to every rank: off, auto, or hot:K; as for `make_plan`.
+        batches: Batches of rank 0 whose accesses are counted; 0 assumes Zipf ids. With hot rows
+            at least 16 are counted.
+        profile: A file of `rowmesh profile` on this data and batch size, used instead.
         file: A plan.json to use as it is; the other settings then do not count.
         topology: A topology.json of `rowmesh calibrate` on these hosts and ranks: the planner
             uses its speeds, and the run prints how long a step should take.
@@ -46,13 +55,19 @@ class PlanConfig:
     exchange: str = "auto"
     allow_inexact: bool = False
     constraints: Constraints = field(default_factory=Constraints)
+    tiers: str = "off"
     batches: int = 4
+    profile: str | None = None
     file: str | None = None
     topology: str | None = None
 
     def __post_init__(self) -> None:
         if self.batches < 0:
             raise InputError(f"plan.batches is {self.batches}, but must be at least 0")
+        if parse_tiers(self.tiers) != 0 and not self.batches and self.profile is None:
+            raise InputError(
+                f"plan.tiers is {self.tiers!r}, which needs plan.batches above 0, or a plan.profile"
+            )
 
 
 def plan_run(
@@ -62,8 +77,11 @@ def plan_run(
     topology: Topology,
     *,
     sparse: str = "rowwise_adagrad",
+    dense: tuple[float, float] | None = None,
 ) -> Plan:
     """The plan of a run whose tables learn by the rule ``sparse``.
+
+    ``dense`` are flops and parameters of its dense layers, if they are known.
 
     Raises:
         InputError: If a word of the settings or a constrained table is unknown.
@@ -71,7 +89,8 @@ def plan_run(
     """
     if config.file is not None:
         return read_plan(config.file, topology)
-    return _make(config, model, topology, count_accesses(config, model, source, topology), sparse)
+    stats = count_accesses(config, model, source, topology)
+    return _make(config, model, topology, stats, sparse, dense)
 
 
 def check_plan(config: PlanConfig, model: nn.Module, topology: Topology) -> None:
@@ -81,8 +100,10 @@ def check_plan(config: PlanConfig, model: nn.Module, topology: Topology) -> None
     if config.file is not None:
         load_plan(config.file)
     else:
-        blank = replace(config, topology=None)  # it may be of other ranks than are known here
-        _make(blank, model, topology, None, "rowwise_adagrad")
+        if config.profile is not None:
+            read_profile(config.profile, list(_tables(model)))
+        # The file may be of other ranks than are known here, and hot rows need data.
+        _make(replace(config, topology=None, tiers="off"), model, topology, None, "rowwise_adagrad")
 
 
 def measured(mesh: Mesh) -> Topology:
@@ -98,11 +119,19 @@ def measured(mesh: Mesh) -> Topology:
 
 
 def _make(
-    config: PlanConfig, model: nn.Module, topology: Topology, stats: Stats | None, sparse: str
+    config: PlanConfig,
+    model: nn.Module,
+    topology: Topology,
+    stats: Stats | None,
+    sparse: str,
+    dense: tuple[float, float] | None = None,
 ) -> Plan:
-    calibration = None
+    calibration, cost = None, None
     if config.topology is not None:
         calibration = load_calibration(config.topology, topology=topology)
+        timed = calibration.rates.dense
+        if timed is not None and dense is not None:
+            cost = timed.scaled(flops=dense[0], parameters=dense[1])
     return make_plan(
         model,
         topology,
@@ -113,6 +142,8 @@ def _make(
         rates=None if calibration is None else calibration.rates,
         sparse=sparse,
         allow_inexact=config.allow_inexact,
+        tiers=config.tiers,
+        cost=cost,
     )
 
 
@@ -131,9 +162,28 @@ def read_plan(file: str, topology: Topology) -> Plan:
     return plan
 
 
+def read_profile(
+    file: str, tables: Sequence[TableConfig], *, batch_size: int | None = None
+) -> Stats:
+    """The accesses that `rowmesh profile` wrote to ``file``.
+
+    Raises:
+        InputError: If it is no profile, not of these tables, or of another batch size.
+    """
+    profile = load_profile(file)
+    try:
+        return profile.stats(tables, batch_size=batch_size)
+    except InputError as error:
+        raise InputError(f"{file}: {error}") from None
+
+
+def _tables(model: nn.Module) -> Iterator[TableConfig]:
+    return (table for _, _, members in named_collections(model) for table in members)
+
+
 def assume_stats(model: nn.Module, source: Source) -> Stats:
     """Accesses of a rank if ids are Zipf: by the source's own law if it is synthetic."""
-    tables = [table for _, _, members in named_collections(model) for table in members]
+    tables = list(_tables(model))
     if not isinstance(source, SyntheticClicks):
         return Stats.assume(tables, batch_size=2048)
     factors = zip((t.name for t in tables), map(float, source.pooling_factors), strict=True)
@@ -145,10 +195,18 @@ def assume_stats(model: nn.Module, source: Source) -> Stats:
 def count_accesses(
     config: PlanConfig, model: nn.Module, source: Source, topology: Topology
 ) -> Stats:
-    """Accesses in the first batches of rank 0, as many as the settings say, or assumed ones."""
-    if not config.batches:
+    """Accesses of a profile, of the first batches of rank 0, or assumed ones, as is set.
+
+    Raises:
+        InputError: If the profile is not of these tables, or of another batch size.
+    """
+    if config.profile is None and not config.batches:
         return assume_stats(model, source)
-    tables = [table for _, _, members in named_collections(model) for table in members]
-    batches = source.batches(rank=0, world=topology.world)
-    chosen = itertools.islice(batches, config.batches)
+    tables, batches = list(_tables(model)), source.batches(rank=0, world=topology.world)
+    if config.profile is not None:
+        (first,) = itertools.islice(batches, 1)
+        size = first.sparse_features.stride()
+        return read_profile(config.profile, tables, batch_size=size)
+    least = 0 if parse_tiers(config.tiers) == 0 else _LEAST_BATCHES
+    chosen = itertools.islice(batches, max(config.batches, least))
     return Stats.from_batches(tables, (batch.sparse_features for batch in chosen))

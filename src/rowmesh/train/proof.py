@@ -17,10 +17,11 @@ from rowmesh.errors import InputError
 from rowmesh.planners import make_plan
 from rowmesh.runtime.verify import Verification, verify
 from rowmesh.train.config import RunConfig
+from rowmesh.train.forecast import plan_of
 from rowmesh.train.inputs import checked
 from rowmesh.train.model import build_model
 from rowmesh.train.optimiser import OptimiserConfig
-from rowmesh.train.planning import measured, plan_run, read_plan
+from rowmesh.train.planning import measured, read_plan
 
 __all__ = ["Verification", "is_model_name", "verify_model", "verify_recipe"]
 
@@ -42,10 +43,7 @@ def verify_recipe(config: RunConfig, mesh: Mesh, *, num_steps: int) -> Verificat
         return build_model(config.model, source, seed=config.seed, device=mesh.device)
 
     topology = measured(mesh)
-    plan = on_rank_0(
-        mesh,
-        lambda: plan_run(config.plan, make_model(), source, topology, sparse=settings.sparse),
-    )
+    plan = on_rank_0(mesh, lambda: plan_of(config, make_model(), topology))
     batches = checked(
         source.batches(rank=mesh.rank, world=mesh.world),
         num_dense=source.num_dense,

@@ -19,12 +19,12 @@ from rowmesh.topology import Link, Topology
 from rowmesh.train.checkpoint import Checkpoints
 from rowmesh.train.config import RunConfig
 from rowmesh.train.folder import RunFolder
-from rowmesh.train.forecast import forecast_run
+from rowmesh.train.forecast import forecast_run, plan_of
 from rowmesh.train.inputs import checked
 from rowmesh.train.metrics import ClickMetrics
 from rowmesh.train.model import build_model
 from rowmesh.train.optimiser import make_optimizer, set_learning_rates
-from rowmesh.train.planning import measured, plan_run
+from rowmesh.train.planning import measured
 from rowmesh.train.stop import Stop
 from rowmesh.train.tally import StepRecord, Tally
 from rowmesh.train.tracing import Tracing
@@ -100,8 +100,7 @@ class Trainer:
             stored = resumed.stored_plan(topology)
         if stored is not None:
             return stored
-        sparse = config.optimiser.sparse
-        return plan_run(config.plan, self.model, config.data, topology, sparse=sparse)
+        return plan_of(config, self.model, topology)
 
     def run(
         self,

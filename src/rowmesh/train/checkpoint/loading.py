@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from rowmesh.comm.mesh import Mesh
 from rowmesh.errors import InputError
 from rowmesh.runtime.boxes import table_tensors
+from rowmesh.runtime.copies import refresh_copies
+from rowmesh.runtime.embeddings import ShardedEngine, sharded_engines
 from rowmesh.runtime.optimizer import Optimizer
 from rowmesh.train.checkpoint.document import DTYPES, read_document
 from rowmesh.train.checkpoint.fit import check_fit
@@ -31,6 +33,7 @@ class Load:
 
     Args:
         document: From metadata.json.
+        engines: Of the model.
         run: Reads everything into its place.
         states: Memory for the dense optimiser's state.
         random: Memory for the random generators' states.
@@ -38,6 +41,7 @@ class Load:
 
     optimizer: Optimizer | None
     mesh: Mesh
+    engines: list[ShardedEngine] = field(repr=False)
     document: dict[str, Any] = field(repr=False)
     run: Callable[[], None]
     states: dict[str, Tensor] = field(repr=False)
@@ -49,7 +53,12 @@ class Load:
             self.run()
 
     def restore(self) -> None:
-        """Set what `read` has read into memory of its own."""
+        """Set what `read` has read into memory of its own, and copies of what it has set.
+
+        Collective:
+            All ranks.
+        """
+        refresh_copies(self.engines)
         if self.optimizer is not None:
             restore_optimizer(self.optimizer, self.document["dense_optimizer"], self.states)
             self.optimizer.param_groups[-1].update(self.document["sparse_group"])
@@ -83,6 +92,7 @@ def prepare(folder: Path, model: nn.Module, optimizer: Optimizer | None, mesh: M
     return Load(
         optimizer=optimizer,
         mesh=mesh,
+        engines=sharded_engines(model),
         document=document,
         run=_checked(folder, wanted, is_first=mesh.rank == 0),
         states=states,

@@ -1,0 +1,90 @@
+"""Hot sets: the ids of a tier, in memory and in a sidecar file beside the plan."""
+
+import hashlib
+import io
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rowmesh.errors import PlanError
+from rowmesh.files import write_whole
+from rowmesh.placement.plan import HotSet
+
+__all__ = ["hot_ids", "load_ids", "make_hot_set", "save_ids"]
+
+Ints = NDArray[np.int64]
+
+
+def make_hot_set(table: str, ids: Ints) -> HotSet:
+    """The hot set of these rows of ``table``.
+
+    Args:
+        table: Its name, part of the sidecar's.
+        ids: Distinct rows, in any order.
+
+    Raises:
+        PlanError: If there is no row, or one comes twice or is negative.
+    """
+    rows = np.unique(np.asarray(ids, dtype=np.int64))
+    if len(rows) != len(ids) or not len(rows) or rows[0] < 0:
+        raise PlanError(f"table {table!r}: hot rows must be distinct, from 0, and at least one")
+    digest = _digest(rows)
+    name = "".join(c if c.isalnum() or c in "-_" else "_" for c in table)
+    hot = HotSet(count=len(rows), sha256=digest, file=f"hot_{name}_{digest[:12]}.npy")
+    return _fill(hot, rows)
+
+
+def save_ids(hot: HotSet, folder: Path, *, where: str) -> None:
+    """Write the sidecar into ``folder``; one of that name holds the same."""
+    path = folder / hot.file
+    if not path.exists():
+        stream = io.BytesIO()
+        np.save(stream, hot_ids(hot, where=where))
+        write_whole(path, stream.getvalue())
+
+
+def load_ids(hot: HotSet, folder: Path, *, where: str) -> HotSet:
+    """The same hot set with the ids of its sidecar in ``folder``.
+
+    Raises:
+        PlanError: If the file is not there, or not the one that the plan was made with.
+    """
+    if Path(hot.file).name != hot.file:
+        raise PlanError(f"{where}: {hot.file!r} must be the name of a file beside the plan")
+    path = folder / hot.file
+    try:
+        rows = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise PlanError(
+            f"{where}: cannot read its hot rows from {path}: {reason}; keep the file beside the "
+            f"plan"
+        ) from None
+    is_set = rows.dtype == np.int64 and rows.ndim == 1 and len(rows) == hot.count
+    if not is_set or _digest(rows) != hot.sha256:
+        raise PlanError(
+            f"{where}: {path} does not hold the {hot.count:,} hot rows that the plan was made with"
+        )
+    return _fill(HotSet(count=hot.count, sha256=hot.sha256, file=hot.file), rows)
+
+
+def hot_ids(hot: HotSet, *, where: str) -> Ints:
+    """The ids, ascending.
+
+    Raises:
+        PlanError: If the plan came without them.
+    """
+    if hot.ids is None:
+        raise PlanError(f"{where}: the plan came without its hot rows: read it with rm.load_plan")
+    return hot.ids
+
+
+def _fill(hot: HotSet, rows: Ints) -> HotSet:
+    rows.flags.writeable = False
+    object.__setattr__(hot, "ids", rows)
+    return hot
+
+
+def _digest(rows: Ints) -> str:
+    return hashlib.sha256(np.ascontiguousarray(rows, dtype="<i8").tobytes()).hexdigest()

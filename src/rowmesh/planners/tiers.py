@@ -1,0 +1,310 @@
+"""Hot rows: which rows of all tables are copied to every rank, by the time of a step (P2RES).
+
+Rows are taken in the order of u (2 s + id) / s, u the share of a rank's batches that contain the
+row and s its bytes: what a copy saves on the wire for each byte of memory. The number k of them is
+the one whose step is shortest, 0 and all included.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rowmesh.cost import (
+    DenseCost,
+    Load,
+    Rates,
+    bucket_sizes,
+    expect_dense,
+    expect_hot,
+    expect_table,
+    plan_time,
+    step_time,
+)
+from rowmesh.cost.load import no_load
+from rowmesh.errors import InputError, PlanError
+from rowmesh.placement import (
+    Copies,
+    Exchange,
+    HotChoice,
+    Plan,
+    Split,
+    TablePlan,
+    Tier,
+    make_hot_set,
+)
+from rowmesh.placement.memory import RuleState, bytes_per_rank
+from rowmesh.stats import Stats
+
+__all__ = ["NO_DENSE", "HotRows", "parse_tiers"]
+
+Sums = Literal["sparse", "dense", "bucket"]
+_SUMS: Final[tuple[Sums, ...]] = ("sparse", "dense", "bucket")
+_ID = 4.0
+_POINTS = 16  # values of k that are tried first, and again around the best of them
+_LEAST_GAIN = 0.01  # of a step: copies that gain less are not worth their memory
+NO_DENSE: Final = DenseCost(flops=0.0, parameters=0.0, forward_s=0.0, backward_s=0.0, step_s=0.0)
+
+
+def parse_tiers(text: str) -> int | None:
+    """``off`` is 0, ``auto`` is None, ``hot:K`` is K.
+
+    Raises:
+        InputError: If it is neither.
+    """
+    if text in ("auto", "off"):
+        return None if text == "auto" else 0
+    word, _, number = text.partition(":")
+    if word == "hot" and number.isdecimal():
+        return int(number)
+    raise InputError(f"tiers {text!r}: say auto, off, or hot:K with K the number of hot rows")
+
+
+@dataclass(frozen=True, slots=True)
+class _Try:
+    """k hot rows under one way to add up their gradients, or everything copied (k is None)."""
+
+    base: Plan
+    k: int | None
+    sums: Sums
+    step_s: float
+
+
+class HotRows:
+    """Chooses the hot rows of a plan.
+
+    Args:
+        plans: Without hot rows; the best of them with its hot rows is chosen.
+        stats: With the accesses of single rows.
+        rates: Of the cluster.
+        cost: Of the dense layers.
+        state: Of the update rule.
+        limit: Bytes a rank may hold, if known.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[Plan],
+        stats: Stats,
+        *,
+        rates: Rates,
+        cost: DenseCost = NO_DENSE,
+        state: RuleState,
+        limit: int | None = None,
+    ) -> None:
+        self._stats, self._rates, self._cost = stats, rates, cost
+        self._state, self._limit = state, limit
+        self._orders = [_Order(plan, stats, state, limit) for plan in plans]
+        self._loads: dict[object, Load] = {}
+
+    def choose(self, k: int | None) -> Plan:
+        """The plan with ``k`` hot rows, or with the number that makes a step shortest.
+
+        Raises:
+            PlanError: If so many rows were not asked for, or do not fit.
+        """
+        cold = min(
+            (self._time(order, 0, "sparse") for order in self._orders), key=lambda t: t.step_s
+        )
+        if k is not None:
+            return self._finish(self._best_of(k), cold)
+        tried = [t for order in self._orders for t in self._sweep(order)]
+        tried += self._everything(cold.base)
+        best = min(tried, key=lambda t: t.step_s, default=cold)
+        if best.step_s > cold.step_s * (1.0 - _LEAST_GAIN):
+            return self._finish(cold, cold, best)
+        return self._finish(best, cold)
+
+    @property
+    def most(self) -> int:
+        """Rows that may be hot: asked for in the counted batches, and within the memory."""
+        return max(order.most for order in self._orders)
+
+    def replicate(self) -> Plan:
+        """The plan with every table on every rank.
+
+        Raises:
+            PlanError: If that does not fit the memory.
+        """
+        cold = self._time(self._orders[0], 0, "sparse")
+        tried = self._everything(cold.base)
+        if not tried:
+            raise PlanError("all tables on every rank do not fit the memory of a rank")
+        return self._finish(min(tried, key=lambda t: t.step_s), cold)
+
+    def _best_of(self, k: int) -> _Try:
+        fits = [order for order in self._orders if order.most >= k]
+        if not fits:
+            raise PlanError(
+                f"{k:,} hot rows are wanted, but only {self.most:,} were asked for in the counted "
+                f"batches and fit the memory: count more batches, or ask for fewer"
+            )
+        tried = [self._time(order, k, sums) for order in fits for sums in _SUMS]
+        return min(tried, key=lambda t: t.step_s)
+
+    def _sweep(self, order: "_Order") -> list[_Try]:
+        """k from few to all candidates, then finer around the best."""
+        if not order.most:
+            return []
+        grid = np.unique(np.geomspace(min(16, order.most), order.most, _POINTS).astype(int))
+        tried = [self._time(order, int(k), sums) for k in grid for sums in _SUMS]
+        best = min(tried, key=lambda t: t.step_s)
+        at = int(np.searchsorted(grid, best.k or 0))
+        low, high = grid[max(0, at - 1)], grid[min(len(grid) - 1, at + 1)]
+        finer = np.setdiff1d(np.linspace(low, high, _POINTS // 2).astype(int), grid)
+        return tried + [self._time(order, int(k), best.sums) for k in finer]
+
+    def _time(self, order: "_Order", k: int, sums: Sums) -> _Try:
+        """The time of a step, from the loads of tables that were seen before where possible."""
+        plan, lines = order.plan, 0
+        total = no_load(plan.mesh.topology.world)
+        counts = order.counts(k)
+        for number, (table, count) in enumerate(zip(plan.tables, counts, strict=True)):
+            key = (id(plan), number, count, sums if count else "")
+            if key not in self._loads:
+                self._loads[key] = self._load(plan, table, count, sums)
+            total += self._loads[key]
+            if sums == "bucket" and table.trainable:
+                lines += count * (table.embedding_dim + len(table.columns()))
+        sizes = bucket_sizes(plan)
+        sizes = (*sizes[:-1], (sizes[-1] if sizes else 0) + lines)
+        time = step_time(
+            total,
+            expect_dense(sum(sizes), topology=plan.mesh.topology, tree=plan.tree),
+            topology=plan.mesh.topology,
+            rates=self._rates,
+            cost=self._cost,
+            buckets=sizes,
+        )
+        return _Try(plan, k, sums, time.total_s)
+
+    def _load(self, plan: Plan, table: TablePlan, count: int, sums: Sums) -> Load:
+        topology, accesses = plan.mesh.topology, self._stats.tables[table.name]
+        total = no_load(topology.world)
+        if count:
+            hot, accesses = accesses.part(count)
+            total += expect_hot(
+                table, hot, count, sums, topology=topology, rates=self._rates, tree=plan.tree
+            )
+        return total + expect_table(
+            table,
+            accesses,
+            topology=topology,
+            state=self._state,
+            rates=self._rates,
+            tree=plan.tree,
+        )
+
+    def _everything(self, plan: Plan) -> list[_Try]:
+        """Every table on every rank, if it fits."""
+        found = []
+        for sums in _SUMS:
+            copied = _copy_all(plan, sums)
+            held = max(bytes_per_rank(copied, **_state_bytes(self._state)))
+            if self._limit is None or held <= self._limit:
+                time = plan_time(
+                    copied,
+                    self._stats.tables,
+                    rates=self._rates,
+                    cost=self._cost,
+                    state=self._state,
+                )
+                found.append(_Try(copied, None, sums, time.total_s))
+        return found
+
+    def _finish(self, chosen: _Try, cold: _Try, best: _Try | None = None) -> Plan:
+        plan, k = chosen.base, chosen.k
+        requests = {t.name: self._stats.tables[t.name].requests for t in plan.tables}
+        if k is None:
+            rows, covered = sum(t.num_embeddings for t in plan.tables), sum(requests.values())
+        else:
+            order = next(o for o in self._orders if o.plan is plan)
+            counts, covered = order.counts(k), 0.0
+            for table, count in zip(plan.tables, counts, strict=True):
+                if count:
+                    covered += self._stats.tables[table.name].part(count)[0].requests
+            rows, plan = k, order.with_hot(counts, chosen.sums)
+        bytes_of = _state_bytes(self._state)
+        held = np.array(bytes_per_rank(plan, **bytes_of)) - bytes_per_rank(cold.base, **bytes_of)
+        choice = HotChoice(
+            rows=rows,
+            num_bytes=max(0, int(held.max())),
+            coverage=covered / max(sum(requests.values()), 1e-300),
+            step_s=chosen.step_s,
+            step_s_cold=cold.step_s,
+            best_rows=0 if best is None or best is cold else _num_rows(best),
+            best_step_s=0.0 if best is None else best.step_s,
+        )
+        return replace(plan, hot=choice).validate()
+
+
+class _Order:
+    """The rows of a plan's tables that may be hot, in the order in which they become it."""
+
+    def __init__(self, plan: Plan, stats: Stats, state: RuleState, limit: int | None) -> None:
+        self.plan = plan
+        owners, scores, sizes = [], [], []
+        for number, table in enumerate(plan.tables):
+            heat = stats.tables[table.name].heat
+            if heat is None or not _may_be_hot(table):
+                continue
+            held = table.row_bytes + table.trainable * (
+                state.row_bytes * len(table.columns()) + state.element_bytes * table.embedding_dim
+            )
+            saved = (2.0 * table.row_bytes + _ID) / table.row_bytes
+            owners.append(np.full(len(heat.ids), number))
+            scores.append(heat.scores * saved)
+            sizes.append(np.full(len(heat.ids), held))
+        nothing: list[NDArray[np.int64]] = [np.empty(0, dtype=np.int64)]
+        score = np.concatenate([*scores, *nothing])
+        order = np.argsort(-score, kind="stable")
+        self._owners = np.concatenate([*owners, *nothing])[order].astype(np.int64)
+        self._heats = {t.name: stats.tables[t.name].heat for t in plan.tables}
+        self.most = len(order)
+        if limit is not None:
+            room = limit - max(bytes_per_rank(plan, **_state_bytes(state)))
+            used = np.cumsum(np.concatenate([*sizes, *nothing])[order])
+            self.most = int(np.searchsorted(used, room, side="right"))
+
+    def counts(self, k: int) -> list[int]:
+        """Hot rows of each table when there are ``k`` in all: its hottest."""
+        counts: list[int] = np.bincount(self._owners[:k], minlength=len(self.plan.tables)).tolist()
+        return counts
+
+    def with_hot(self, counts: Sequence[int], sums: Sums) -> Plan:
+        """The plan with so many hot rows of each table."""
+        everyone = tuple(range(self.plan.mesh.topology.world))
+        tables = []
+        for table, count in zip(self.plan.tables, counts, strict=True):
+            heat = self._heats[table.name]
+            if not count or heat is None:
+                tables.append(table)
+                continue
+            rows = make_hot_set(table.name, heat.ids[:count])
+            tier = Tier(ranks=everyone, copies=Copies.WORLD, rows=rows, sums=sums)
+            tables.append(replace(table, tiers=(tier, *table.tiers)))
+        return replace(self.plan, tables=tuple(tables))
+
+
+def _may_be_hot(table: TablePlan) -> bool:
+    return table.exchange is Exchange.ROWS and table.rest.copies is not Copies.WORLD
+
+
+def _copy_all(plan: Plan, sums: Sums) -> Plan:
+    everyone = tuple(range(plan.mesh.topology.world))
+    tier = Tier(ranks=everyone, copies=Copies.WORLD, split=Split(), sums=sums)
+    tables = [replace(t, tiers=(tier,), exchange=Exchange.ROWS) for t in plan.tables]
+    return replace(plan, tables=tuple(tables))
+
+
+def _num_rows(tried: _Try) -> int:
+    return sum(t.num_embeddings for t in tried.base.tables) if tried.k is None else tried.k
+
+
+def _state_bytes(state: RuleState) -> dict[str, int]:
+    return {
+        "state_bytes_per_row": state.row_bytes,
+        "state_bytes_per_element": state.element_bytes,
+    }
