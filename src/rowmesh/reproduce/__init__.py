@@ -1,0 +1,1 @@
+"""Published results, measured again: one command a system (docs/p2res.md)."""

@@ -1,0 +1,102 @@
+"""P2RES again: time, bytes and hot rows on emulated hosts, beside what its model says."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rowmesh.data import SyntheticClicks
+from rowmesh.errors import InputError, LabError
+from rowmesh.lab import Lab, parse_rate
+from rowmesh.reproduce.sweep import Setting
+from rowmesh.train.config import RunConfig
+from rowmesh.train.model import ModelConfig
+
+__all__ = ["P2res", "measure_p2res", "settings_of"]
+
+_LONGEST_S = 3600.0  # of one shape at one rate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class P2res:
+    """What is measured; every combination of the first four is a curve of time over k.
+
+    Args:
+        shapes: Hosts and ranks on each.
+        rates: Of a host's link.
+        alphas: Zipf exponents of the ids.
+        dedups: With and without dedup.
+        cap: Most rows of a table of Criteo's sizes.
+        dim: Columns of the tables.
+        batch: Samples of a rank.
+        points: Values of k between 0 and all rows that were asked for.
+        rounds: In each every plan runs once.
+    """
+
+    shapes: tuple[tuple[int, int], ...] = ((2, 2), (4, 1))
+    rates: tuple[str, ...] = ("200mbit", "1gbit")
+    alphas: tuple[float, ...] = (1.05, 1.2)
+    dedups: tuple[bool, ...] = (False, True)
+    cap: int = 100_000
+    dim: int = 64
+    batch: int = 2048
+    points: int = 6
+    rounds: int = 5
+
+    def __post_init__(self) -> None:
+        for rate in self.rates:
+            if parse_rate(rate) is None:
+                raise InputError(f"rate {rate!r} is none: hot rows are about slow links")
+        if not (self.shapes and self.rates and self.alphas and self.dedups):
+            raise InputError("nothing to measure: shapes, rates and alphas must not be empty")
+
+
+def settings_of(asked: dict[str, Any]) -> list[Setting]:
+    """The curves of one shape and rate, from the words a rank was started with."""
+    return [
+        Setting(
+            config=RunConfig(
+                data=SyntheticClicks(cap=asked["cap"], alpha=alpha, batch_size=asked["batch"]),
+                model=ModelConfig(
+                    dim=asked["dim"], dense_layers=(512, 256), over_layers=(512, 512, 256)
+                ),
+            ),
+            dedup=dedup,
+            points=asked["points"],
+            rounds=asked["rounds"],
+        )
+        for alpha in asked["alphas"]
+        for dedup in asked["dedups"]
+    ]
+
+
+def measure_p2res(
+    what: P2res, *, on_stage: Callable[[str], None] = lambda stage: None
+) -> Iterator[dict[str, Any]]:
+    """The curves, one after the other: `rowmesh.reproduce.sweep.sweep` with the rate.
+
+    Raises:
+        InputError: Where emulated hosts are not permitted.
+        LabError: If the ranks of a shape fail.
+    """
+    for hosts, local in what.shapes:
+        for rate in what.rates:
+            on_stage(f"{hosts}x{local} at {rate}")
+            for case in _measure(what, hosts, local, rate):
+                yield case | {"rate": rate}
+
+
+def _measure(what: P2res, hosts: int, local: int, rate: str) -> Iterator[dict[str, Any]]:
+    asked = json.dumps(dataclasses.asdict(what))
+    with Lab(hosts, rate=rate) as lab:
+        run = lab.launch(
+            ["-m", "rowmesh.reproduce.p2res_rank", asked],
+            ranks_per_host=local,
+            timeout_s=_LONGEST_S,
+        )
+        for line in run.lines:
+            if line.startswith("{"):
+                yield json.loads(line)
+        if run.poll() != 0:
+            raise LabError(f"{hosts}x{local} at {rate}: {run.failure()}")

@@ -1,0 +1,29 @@
+"""A rank of `measure_p2res`: rank 0 prints a line of JSON for every curve."""
+
+import json
+import sys
+
+import torch
+
+from rowmesh.comm.mesh import init_mesh
+from rowmesh.reproduce.p2res import settings_of
+from rowmesh.reproduce.sweep import sweep
+from rowmesh.train.calibrate import calibrate
+
+__all__: list[str] = []
+
+
+def main() -> None:
+    """Calibrate, then curve after curve."""
+    torch.set_num_threads(1)
+    settings = settings_of(json.loads(sys.argv[1]))
+    with init_mesh() as mesh:
+        calibration = calibrate(settings[0].config, mesh)
+        for setting in settings:
+            found = sweep(setting, mesh, calibration)
+            if mesh.rank == 0:
+                print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""The report of P2RES as Markdown and as pictures of time over k."""
+
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+__all__ = ["curve_name", "draw_curves", "render_report", "summarise"]
+
+_WIDTH, _HEIGHT, _LEFT, _TOP = 520, 240, 60, 36
+_TEXT = 'font-family="sans-serif" font-size="11" fill="currentColor"'
+
+
+def summarise(case: dict[str, Any]) -> dict[str, Any]:
+    """What a curve shows: times at k = 0, at the model's k, at the best, with all rows copied."""
+    rows = {row["name"]: row for row in case["rows"]}
+    times = [row["median_ms"] for row in case["rows"]]
+    best = min(case["rows"], key=lambda row: row["median_ms"])
+    model = rows["model"]
+    return {
+        "curve": curve_name(case),
+        "cold_ms": rows["cold"]["median_ms"],
+        "all_ms": rows["all"]["median_ms"],
+        "model_k": model["rows"],
+        "model_ms": model["median_ms"],
+        "best_k": best["rows"],
+        "best_ms": best["median_ms"],
+        "above_best": model["median_ms"] / best["median_ms"] - 1.0,
+        "spread": max(times) / min(times),
+        "gain": rows["cold"]["median_ms"] / model["median_ms"],
+        "coverage": case["model"]["coverage"],
+        "bytes_are_exact": all(row["bytes_are_exact"] for row in case["rows"]),
+    }
+
+
+def curve_name(case: dict[str, Any]) -> str:
+    """As ``2x2 200mbit alpha 1.2 no dedup``."""
+    dedup = "dedup" if case["dedup"] else "no dedup"
+    return f"{case['hosts']}x{case['local']} {case['rate']} alpha {case['alpha']} {dedup}"
+
+
+def render_report(cases: Sequence[dict[str, Any]], *, picture: str) -> str:
+    """All curves as Markdown: a line each, then each by itself."""
+    lines = [
+        "# P2RES: hot rows on every rank",
+        "",
+        f"![time over hot rows]({picture})",
+        "",
+        "Milliseconds of a step, medians over rounds in which all plans of a curve take turns.",
+        "Beside the best of the measured plans: the number of hot rows that the model chose.",
+        "",
+        "| curve | none | all rows | model's k | its ms | best k | its ms | above best | "
+        "max / min | none / model | covered |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for case in cases:
+        f = summarise(case)
+        lines.append(
+            f"| {f['curve']} | {f['cold_ms']:,.0f} | {f['all_ms']:,.0f} | {f['model_k']:,} | "
+            f"{f['model_ms']:,.0f} | {f['best_k']:,} | {f['best_ms']:,.0f} | "
+            f"{f['above_best']:+.1%} | {f['spread']:.2f} | {f['gain']:.2f} | {f['coverage']:.0%} |"
+        )
+    exact = all(summarise(case)["bytes_are_exact"] for case in cases)
+    said = "to the byte on every plan" if exact else "NOT on every plan"
+    lines += ["", f"`rm.predict` and the ledgers agree {said}.", ""]
+    return "\n".join(lines + [_render_curve(case) for case in cases])
+
+
+def _render_curve(case: dict[str, Any]) -> str:
+    """A Markdown table of one curve."""
+    lines = [
+        f"### {curve_name(case)}",
+        "",
+        "| hot rows | sums | MB a rank holds | MB a host sends | told ms | ms (range) | bytes |",
+        "|---:|---|---:|---:|---:|---:|---|",
+    ]
+    for row in case["rows"]:
+        mark = {"model": " **(model)**", "all": " (all)", "cold": " (none)"}.get(row["name"], "")
+        across = sum(row["mb_across"].values())
+        lines.append(
+            f"| {row['rows']:,}{mark} | {row['sums'] or '-'} | {row['mb_a_rank']:,.1f} | "
+            f"{across:,.2f} | {row['told_ms']:,.0f} | {row['median_ms']:,.0f} "
+            f"({min(row['ms']):,.0f}-{max(row['ms']):,.0f}) | "
+            f"{'exact' if row['bytes_are_exact'] else 'DIFFER'} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def draw_curves(cases: Sequence[dict[str, Any]]) -> str:
+    """An SVG: a panel a curve, ms over hot rows, measured and told, the model's k marked."""
+    columns = 2
+    lines = -(-len(cases) // columns)
+    width, height = columns * _WIDTH, lines * _HEIGHT
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" color="#222"><rect width="100%" height="100%" '
+        f'fill="#fff"/>'
+    ]
+    for number, case in enumerate(cases):
+        at = f"translate({_WIDTH * (number % columns)}, {_HEIGHT * (number // columns)})"
+        parts += [f'<g transform="{at}">', *_panel(case), "</g>"]
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _panel(case: dict[str, Any]) -> list[str]:
+    rows = sorted(case["rows"], key=lambda row: row["rows"])
+    top: float = 1.1 * max(max(row["median_ms"], row["told_ms"]) for row in rows)
+    most = math.log1p(max(row["rows"] for row in rows))
+
+    def x(count: float) -> float:
+        return _LEFT + (_WIDTH - _LEFT - 20) * math.log1p(count) / most
+
+    def y(ms: float) -> float:
+        return _HEIGHT - 40 - (_HEIGHT - 40 - _TOP) * ms / top
+
+    parts = [
+        f'<text x="{_LEFT}" y="20" {_TEXT} font-weight="bold">{escape(curve_name(case))}</text>'
+    ]
+    for ms in (0.0, top / 2, top / 1.1):
+        parts.append(
+            f'<line x1="{_LEFT}" x2="{_WIDTH - 20}" y1="{y(ms):.1f}" y2="{y(ms):.1f}" '
+            f'stroke="#ddd"/><text x="{_LEFT - 6}" y="{y(ms) + 4:.1f}" {_TEXT} '
+            f'text-anchor="end">{ms:,.0f}</text>'
+        )
+    for key, colour, dash in (("told_ms", "#999", "4 3"), ("median_ms", "#0b6e4f", "none")):
+        points = " ".join(f"{x(row['rows']):.1f},{y(row[key]):.1f}" for row in rows)
+        parts.append(
+            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2" '
+            f'stroke-dasharray="{dash}"/>'
+        )
+    for row in rows:
+        chosen = row["name"] == "model"
+        parts.append(
+            f'<circle cx="{x(row["rows"]):.1f}" cy="{y(row["median_ms"]):.1f}" '
+            f'r="{6 if chosen else 3}" fill="{"#c8553d" if chosen else "#0b6e4f"}"/>'
+            f'<text x="{x(row["rows"]):.1f}" y="{_HEIGHT - 24}" {_TEXT} font-size="9" '
+            f'text-anchor="middle">{_short(row["rows"])}</text>'
+        )
+    caption = "hot rows; ms measured (green), told (grey), the model's choice (red)"
+    return [*parts, f'<text x="{_LEFT}" y="{_HEIGHT - 8}" {_TEXT}>{caption}</text>']
+
+
+def _short(count: int) -> str:
+    for size, letter in ((1_000_000, "M"), (1_000, "k")):
+        if count >= size:
+            return f"{count / size:.0f}{letter}"
+    return str(count)
