@@ -1,16 +1,25 @@
 """Data that goes wrong on rank 1 at a chosen step, and a recipe around it."""
 
 import dataclasses
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 from rowmesh.data import SyntheticClicks
 from rowmesh.errors import InputError
 from rowmesh.features import Batch, KeyedJaggedTensor
 from rowmesh.tables import EmbeddingBagConfig
 
+REAL_CLICKS = (
+    Path(os.environ.get("ROWMESH_DATA", Path(__file__).parents[2] / "shared/data")) / "clicks"
+)
+needs_real_clicks = pytest.mark.skipif(
+    not REAL_CLICKS.is_dir(), reason="no clicks in $ROWMESH_DATA or ../shared/data"
+)
 RECIPE = """
 from pathlib import Path
 from rowmesh.train.config import RunConfig

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import rowmesh as rm
+from rowmesh.comm.mesh import Mesh
 from rowmesh.cost import DenseCost, Rates, bucket_sizes, expect_plan, plan_time, predict
 from rowmesh.errors import InputError, PlanError
 from rowmesh.features import KeyedJaggedTensor
@@ -30,10 +31,13 @@ from rowmesh.placement import (
 )
 from rowmesh.placement.memory import RULE_STATES, bytes_per_rank
 from rowmesh.planners import HotRows, parse_tiers, plan_tables
+from rowmesh.runtime.embeddings import sharded_engines
 from rowmesh.runtime.stacks import lay_out
 from rowmesh.stats import Accesses, Heat, Stats
 from rowmesh.tables import PoolingType
 from rowmesh.topology import Topology
+from tests.cases import DENSE, RULES, Case, Collection, Model, Table
+from tests.ranks import run_on_ranks
 
 LAW = settings(derandomize=True, deadline=None, max_examples=40)
 ROW_WISE = Split(kind="boxes", rows="all")
@@ -346,3 +350,37 @@ def test_plan_tables_adds_hot_rows_to_the_better_of_two_plans() -> None:
     some = plan_tables(blank, SQUARE, tiers="hot:10", **arguments)
     assert sum(rows.count for t in some.tables for _, rows in t.hot) == 10
     assert bucket_sizes(off) == (1000,)
+
+
+def import_rows(mesh: Mesh) -> Any:
+    """Train a step, set some rows, then set everything; what a rank holds of it after each."""
+    hot = Table(rows=16, dim=4, ranks=(1, 0), hot=(0, 3, 8, 11))
+    ids = [[[[[0, 3, 5, 8]]] for _ in range(2)]]
+    case = Case(world=2, collections=(Collection(tables=(hot,)),), ids=ids)
+    model = rm.shard(Model(case), case.plan(), mesh)
+    optimizer = rm.Optimizer(model, dense=DENSE["sgd"], sparse=RULES["adam"])
+    mesh.mean(model(case.batch(0, mesh.rank))).backward()
+    optimizer.step()
+    (stack,) = sharded_engines(model)[0].stacks
+    trained = rm.full_state_dict(model)
+    states = {name: state.clone() for name, state in stack.copies_state.items()}
+    rows = [3, 5, 11]
+    rm.load_pretrained(model, "c0_t0", torch.full((3, 4), 7.0), rows=rows)
+    some, copies = rm.full_state_dict(model), stack.copies.clone()
+    assert states
+    assert all(torch.equal(stack.copies_state[n], s) for n, s in states.items())  # values only
+    rm.load_full_state_dict(model, trained if mesh.rank == 0 else None)
+    return trained, some, copies, rm.full_state_dict(model), stack.copies.clone()
+
+
+def test_values_that_come_in_reach_homes_and_copies() -> None:
+    (trained, some, copies, back, again), other = run_on_ranks(2, import_rows)
+    key = next(name for name in trained if name.endswith("c0_t0.weight"))
+    expected = trained[key].clone()
+    expected[[3, 5, 11]] = 7.0
+    assert torch.equal(some[key], expected)
+    assert sorted(copies.tolist()) == sorted(expected[[0, 3, 8, 11]].tolist())
+    assert torch.equal(back[key], trained[key])
+    assert sorted(again.tolist()) == sorted(trained[key][[0, 3, 8, 11]].tolist())
+    assert torch.equal(copies, other[2])
+    assert torch.equal(again, other[4])

@@ -1,6 +1,5 @@
 """`ParquetClicks`: the laws of its order on drawn files, its errors, its thread, real clicks."""
 
-import os
 import pickle
 import sys
 import threading
@@ -21,13 +20,13 @@ from rowmesh.data.streams import Deal, num_streams, streams_of
 from rowmesh.errors import InputError
 from rowmesh.features import Batch
 from rowmesh.tables import EmbeddingBagConfig
+from tests.sources import REAL_CLICKS, needs_real_clicks
 
 pa = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install 'rowmesh[parquet]'")
 pq = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow built with Parquet")
 
 LAW = settings(derandomize=True, deadline=None, max_examples=60)
 WORLDS = (1, 2, 3, 4)
-CLICKS = Path(os.environ.get("ROWMESH_DATA", Path(__file__).parents[2] / "shared/data")) / "clicks"
 
 
 def write(folder: Path, *files: list[int], name: str = "part", first: int = 0) -> Path:
@@ -564,10 +563,10 @@ def test_without_pyarrow_the_error_says_what_to_install(
         _ = source(two_files).steps_per_epoch
 
 
-@pytest.mark.skipif(not CLICKS.is_dir(), reason="no clicks in $ROWMESH_DATA or ../shared/data")
+@needs_real_clicks
 def test_real_clicks_are_read_whole() -> None:
     data = ParquetClicks(
-        path=str(CLICKS),
+        path=str(REAL_CLICKS),
         label="label",
         dense=[f"i{i}" for i in range(1, 14)],
         sparse={f"c{i}": 10_000 for i in range(1, 27)},

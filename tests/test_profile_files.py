@@ -1,7 +1,6 @@
 """Profiles as files and pages, `rowmesh profile`, and plans that are made from them."""
 
 import json
-import os
 import re
 import time
 from dataclasses import replace
@@ -25,10 +24,10 @@ from rowmesh.train.config import RunConfig
 from rowmesh.train.model import build_model
 from rowmesh.train.planning import PlanConfig, check_plan, count_accesses, plan_run
 from tests.processes import finish, start
+from tests.sources import REAL_CLICKS, needs_real_clicks
 
 CLICKS = SyntheticClicks(cardinalities=(300, 9000), batch_size=64, num_dense=2, labels="coin")
 SMALL = ["data.batch_size=64", "data.cardinalities=[300, 9000]", "data.labels=coin"]
-DATA = Path(os.environ.get("ROWMESH_DATA", Path(__file__).parents[2] / "shared/data")) / "clicks"
 
 
 def run(*arguments: object) -> Any:
@@ -288,11 +287,11 @@ def test_an_epoch_of_files_is_counted_whole(tmp_path: Path) -> None:
     assert found.batch_size == 12
 
 
-@pytest.mark.skipif(not DATA.exists(), reason="no real clicks here")
+@needs_real_clicks
 def test_real_clicks_are_profiled(tmp_path: Path) -> None:
     out = tmp_path / "p.npz"
     shown = run(
-        *("profile", "clicks", "--set", f"data.path={DATA}", "--set", "data.read_ahead=0"),
+        *("profile", "clicks", "--set", f"data.path={REAL_CLICKS}", "--set", "data.read_ahead=0"),
         *("--batches", 8, "--out", out),
     )
     assert shown.exit_code == 0, shown.output

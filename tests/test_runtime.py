@@ -308,9 +308,21 @@ def clipped(mesh: Mesh, case: Case, limit: float) -> Any:
     return norms, weights_of(model)
 
 
-@pytest.mark.parametrize("limit", [1e-2, 1e6])
-def test_clipping_covers_sparse_and_dense_and_counts_copies_once(limit: float) -> None:
+@pytest.mark.parametrize(
+    ("limit", "sums"), [(1e6, ""), *((1e-2, sums) for sums in ("", "sparse", "dense", "bucket"))]
+)
+def test_clipping_covers_sparse_and_dense_and_counts_copies_once(limit: float, sums: str) -> None:
     case = make_case(rule="sgd", dense="sgd")
+    if sums:  # hot rows: a norm that counts them on no rank, or on every one, scales by another
+        first, *others = case.collections
+        tables = [
+            replace(t, hot=tuple(range(0, t.rows, 2)), sums=sums)
+            if t.ranks and t.exchange == "rows"
+            else t
+            for t in first.tables
+        ]
+        assert any(t.hot for t in tables)
+        case = replace(case, collections=(replace(first, tables=tuple(tables)), *others))
     found = run_on_ranks(2, clipped, case, limit)
     assert found[0][0] == found[1][0]
     oracle = rm.Oracle(Model(case), dense=DENSE["sgd"], sparse=RULES["sgd"])

@@ -92,7 +92,7 @@ def read_workload(
     Raises:
         InputError: Names the file, the field, its value and what it should be.
     """
-    if path.suffix in (".toml", ".py"):
+    if path.suffix in (".toml", ".py") or not (path.suffix or path.exists()):  # a file, a name
         return workload_of_run(load_recipe(path), knowledge=knowledge)
     try:
         document = json.loads(path.read_text())

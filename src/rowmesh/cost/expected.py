@@ -28,6 +28,7 @@ __all__ = [
     "expect_plan",
     "expect_table",
     "expect_tables",
+    "sum_elements",
 ]
 
 _ID = 4.0
@@ -137,12 +138,12 @@ def expect_hot(
 
 
 def _dense_sums(table: TablePlan, count: int, topology: Topology, tree: str) -> Load:
-    elements = _elements(table, count)
+    elements = sum_elements(table, count)
     load = expect_dense(elements, topology=topology, tree=tree)
     return replace(load, kinds=frozenset({"hot dense"} if elements else ()))
 
 
-def _elements(table: TablePlan, count: int) -> int:
+def sum_elements(table: TablePlan, count: int) -> int:
     """Numbers that travel for dense sums: of every piece a row's gradient, and a flag."""
     return count * (table.embedding_dim + len(table.columns())) if table.trainable else 0
 
@@ -154,7 +155,7 @@ def bucket_sizes(plan: Plan) -> tuple[int, ...]:
         for tier in table.tiers:
             if tier.sums == "bucket":
                 count = table.num_embeddings if tier.rows == "rest" else tier.rows.count
-                lines += _elements(table, count)
+                lines += sum_elements(table, count)
     return (*plan.dense[:-1], plan.dense[-1] + lines) if plan.dense else (lines,) * bool(lines)
 
 

@@ -23,6 +23,7 @@ from rowmesh.cost import (
     plan_time,
     step_time,
 )
+from rowmesh.cost.expected import sum_elements
 from rowmesh.cost.load import no_load
 from rowmesh.errors import InputError, PlanError
 from rowmesh.placement import (
@@ -166,8 +167,8 @@ class HotRows:
             if key not in self._loads:
                 self._loads[key] = self._load(plan, table, count, sums)
             total += self._loads[key]
-            if sums == "bucket" and table.trainable:
-                lines += count * (table.embedding_dim + len(table.columns()))
+            if sums == "bucket":
+                lines += sum_elements(table, count)
         sizes = bucket_sizes(plan)
         sizes = (*sizes[:-1], (sizes[-1] if sizes else 0) + lines)
         time = step_time(

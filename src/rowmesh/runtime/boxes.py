@@ -118,9 +118,8 @@ def table_tensors(model: nn.Module) -> dict[str, TableTensor]:
     into the parts calls `refresh_copies` after it.
     """
     found: dict[str, TableTensor] = {}
-    engines = sharded_engines(model)
-    refresh_homes(engines)
-    for engine in engines:
+    for engine in sharded_engines(model):
+        refresh_homes(engine)
         for stack in engine.stacks:
             for region in {r.table: r for r in (*stack.layout.home, *stack.layout.copied)}.values():
                 is_copied = region in stack.layout.copied

@@ -1,12 +1,12 @@
 """Rows that every rank holds: their dense sums, and how homes and copies are kept the same."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from rowmesh.runtime.places import DENSE_SUMS
+from rowmesh.runtime.places import DENSE_SUMS, Region
 from rowmesh.runtime.tickets import Stack, Ticket
 
 if TYPE_CHECKING:
@@ -77,42 +77,44 @@ def make_riders(engine: "ShardedEngine", sums: str) -> list[CopyRider]:
     return made
 
 
-def refresh_homes(engines: Sequence["ShardedEngine"]) -> None:
-    """Copy hot rows and their optimiser state back to their homes, each rank its own."""
-    for engine in engines:
-        for stack in engine.stacks:
-            for region in stack.layout.hot:
-                if region.rank == engine.mesh.rank:
-                    slots = torch.from_numpy(region.home_slots()).to(stack.home.device)
-                    rows = slice(region.start, region.start + region.num_rows)
-                    for home, copies in _tensors(stack):
-                        home.index_copy_(0, slots, copies[rows])
+def refresh_homes(engine: "ShardedEngine", *, table: int | None = None) -> None:
+    """Copy hot rows, of all tables or of one, and their optimiser state back to their homes.
+
+    Each rank does so with its own homes.
+    """
+    for stack, region, rows in _hot_regions(engine, table):
+        if region.rank == engine.mesh.rank:
+            slots = torch.from_numpy(region.home_slots()).to(stack.home.device)
+            for home, copies in _tensors(stack):
+                home.index_copy_(0, slots, copies[rows])
 
 
-def refresh_copies(engines: Sequence["ShardedEngine"]) -> None:
-    """Make hot rows and their optimiser state on all ranks what they are at home.
+def refresh_copies(engine: "ShardedEngine", *, table: int | None = None) -> None:
+    """Make hot rows, of all tables or of one, and their state what they are at home.
 
     Collective:
         All ranks.
     """
     from rowmesh.runtime.regions import send_bytes
 
-    for engine in engines:
-        for stack in engine.stacks:
-            for region in stack.layout.hot:
-                rows = slice(region.start, region.start + region.num_rows)
-                slots = torch.from_numpy(region.home_slots()).to(stack.home.device)
-                for home, copies in _tensors(stack):
-                    if region.rank == engine.mesh.rank:
-                        copies[rows] = home.index_select(0, slots)
-                    everyone = list(range(engine.mesh.world))
-                    send_bytes(
-                        engine,
-                        copies[rows],
-                        source=region.rank,
-                        targets=everyone,
-                        edge="tier move",
-                    )
+    everyone = list(range(engine.mesh.world))
+    for stack, region, rows in _hot_regions(engine, table):
+        slots = torch.from_numpy(region.home_slots()).to(stack.home.device)
+        for home, copies in _tensors(stack):
+            if region.rank == engine.mesh.rank:
+                copies[rows] = home.index_select(0, slots)
+            part = copies[rows]
+            send_bytes(engine, part, source=region.rank, targets=everyone, edge="tier move")
+
+
+def _hot_regions(
+    engine: "ShardedEngine", table: int | None
+) -> Iterator[tuple[Stack, Region, slice]]:
+    """With the stack and the rows of its copies."""
+    for stack in engine.stacks:
+        for region in stack.layout.hot:
+            if table is None or region.table == table:
+                yield stack, region, slice(region.start, region.start + region.num_rows)
 
 
 def _tensors(stack: Stack) -> list[tuple[Tensor, Tensor]]:

@@ -90,7 +90,7 @@ def _states(stack: Stack, is_copied: bool) -> Mapping[str, Tensor]:
 def _gather(engine: ShardedEngine, table: int, part_of: _Part) -> dict[str, Tensor]:
     """The regions of a table put together on rank 0; nothing on other ranks."""
     rank, config = engine.mesh.rank, engine.tables[table]
-    refresh_homes([engine])
+    refresh_homes(engine, table=table)
     found: dict[str, Tensor] = {}
     for place in places_of(engine, table):
         region = place.region

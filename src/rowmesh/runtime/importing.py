@@ -40,12 +40,12 @@ def set_rows(
         assert values is not None
         _set_local(table, values, rows)
         return
-    refresh_homes([table.engine])
+    refresh_homes(table.engine, table=table.index)
     for place in places_of(table.engine, table.index):
         positions, slots = share_of(place.region, rows, count)
         for chunk in _chunks(len(positions), place):
             _set_chunk(table.engine, place, values, positions[chunk], slots[chunk], spread=spread)
-    refresh_copies([table.engine])
+    refresh_copies(table.engine, table=table.index)
 
 
 def share_of(region: Region, rows: Ints | None, count: int) -> tuple[Ints, Ints]:

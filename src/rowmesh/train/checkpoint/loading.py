@@ -58,7 +58,8 @@ class Load:
         Collective:
             All ranks.
         """
-        refresh_copies(self.engines)
+        for engine in self.engines:
+            refresh_copies(engine)
         if self.optimizer is not None:
             restore_optimizer(self.optimizer, self.document["dense_optimizer"], self.states)
             self.optimizer.param_groups[-1].update(self.document["sparse_group"])
