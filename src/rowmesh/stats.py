@@ -39,14 +39,6 @@ class Heat:
     requests: Floats
     presence: Floats
 
-    def marked(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of the rows are among ``ids``, ascending."""
-        place = np.minimum(np.searchsorted(ids, self.ids), max(0, len(ids) - 1))
-        found: NDArray[np.bool_] = (
-            ids[place] == self.ids if len(ids) else np.zeros(len(self.ids), dtype=bool)
-        )
-        return found
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accesses:
@@ -97,7 +89,7 @@ class Accesses:
             raise InputError(
                 "the statistics do not know single rows: count batches, or run rowmesh profile"
             )
-        chosen = slice(rows) if isinstance(rows, int) else self.heat.marked(rows)
+        chosen = slice(rows) if isinstance(rows, int) else np.isin(self.heat.ids, rows)
         touched = self.heat.presence[chosen]
         growth = []
         for total in self.growth:
@@ -186,14 +178,10 @@ def count_heat(ids: list[NDArray[np.int64]]) -> Heat:
     others, presence, requests = _count(second)
     order = np.lexsort((rows, -found))
     rows, scores = rows[order], found[order]
-    place = np.minimum(np.searchsorted(others, rows), max(0, len(others) - 1))
-    known = others[place] == rows if len(others) else np.zeros(len(rows), dtype=bool)
-    return Heat(
-        ids=rows,
-        scores=scores,
-        requests=np.where(known, requests[place] if len(others) else 0.0, 0.0),
-        presence=np.where(known, presence[place] if len(others) else 0.0, 0.0),
-    )
+    means = np.zeros((2, len(rows)))
+    known = np.isin(rows, others)
+    means[:, known] = np.stack([requests, presence])[:, np.searchsorted(others, rows[known])]
+    return Heat(ids=rows, scores=scores, requests=means[0], presence=means[1])
 
 
 def _count(ids: list[NDArray[np.int64]]) -> tuple[NDArray[np.int64], Floats, Floats]:
