@@ -35,8 +35,8 @@ def p2res_command(
     cap: Annotated[int, typer.Option(help="Most rows of a table of Criteo's sizes.")] = 100_000,
     dim: Annotated[int, typer.Option(help="Columns of the tables.")] = 64,
     batch: Annotated[int, typer.Option(help="Samples per rank and step.")] = 2048,
-    points: Annotated[int, typer.Option(help="Values of k between none and all.")] = 6,
-    rounds: Annotated[int, typer.Option(help="Every plan runs once in a round.")] = 5,
+    points: Annotated[int, typer.Option(help="Values of k between none and all.")] = 8,
+    rounds: Annotated[int, typer.Option(help="Every plan runs once in a round.")] = 7,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Hot rows on every rank: step time over their number, beside what the model says.

@@ -41,8 +41,8 @@ class P2res:
     cap: int = 100_000
     dim: int = 64
     batch: int = 2048
-    points: int = 6
-    rounds: int = 5
+    points: int = 8
+    rounds: int = 7
 
     def __post_init__(self) -> None:
         for rate in self.rates:

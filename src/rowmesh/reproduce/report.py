@@ -16,7 +16,7 @@ def summarise(case: dict[str, Any]) -> dict[str, Any]:
     rows = {row["name"]: row for row in case["rows"]}
     times = [row["median_ms"] for row in case["rows"]]
     best = min(case["rows"], key=lambda row: row["median_ms"])
-    model = rows["model"]
+    model = next(row for row in case["rows"] if row["is_model"])
     return {
         "curve": curve_name(case),
         "cold_ms": rows["cold"]["median_ms"],
@@ -75,7 +75,8 @@ def _render_curve(case: dict[str, Any]) -> str:
         "|---:|---|---:|---:|---:|---:|---|",
     ]
     for row in case["rows"]:
-        mark = {"model": " **(model)**", "all": " (all)", "cold": " (none)"}.get(row["name"], "")
+        mark = {"all": " (all)", "cold": " (none)"}.get(row["name"], "")
+        mark += " **(model)**" if row["is_model"] else ""
         across = sum(row["mb_across"].values())
         lines.append(
             f"| {row['rows']:,}{mark} | {row['sums'] or '-'} | {row['mb_a_rank']:,.1f} | "
@@ -129,7 +130,7 @@ def _panel(case: dict[str, Any]) -> list[str]:
             f'stroke-dasharray="{dash}"/>'
         )
     for row in rows:
-        chosen = row["name"] == "model"
+        chosen = row["is_model"]
         parts.append(
             f'<circle cx="{x(row["rows"]):.1f}" cy="{y(row["median_ms"]):.1f}" '
             f'r="{6 if chosen else 3}" fill="{"#c8553d" if chosen else "#0b6e4f"}"/>'

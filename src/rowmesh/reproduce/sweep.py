@@ -43,24 +43,25 @@ class Setting:
 
     config: RunConfig
     dedup: bool = True
-    points: int = 6
+    points: int = 8
     counted: int = 32
-    rounds: int = 5
+    rounds: int = 7
     steps: int = 2
 
 
 def sweep(setting: Setting, mesh: Mesh, calibration: Calibration) -> dict[str, Any]:
     """Every plan's milliseconds, model and bytes; the same on all ranks.
 
-    Plans: no hot rows, k on a geometric grid, the model's own k, every row on every rank. They run
-    round by round, in turn, forward and then backward through the list, on the same batches.
+    Plans: no hot rows, k on a geometric grid, every row on every rank, and the model's own where it
+    is none of these. They run round by round, in turn, forward and then backward through the list,
+    on the same batches.
 
     Collective:
         All ranks.
     """
     config = setting.config
     assert isinstance(config.data, SyntheticClicks)
-    plans = on_rank_0(mesh, lambda: _plans(setting, mesh, calibration))
+    plans, chosen = on_rank_0(mesh, lambda: _plans(setting, mesh, calibration))
     batches = [config.data.batch_at(mesh.rank, _FIRST_STEP + i) for i in range(setting.steps + 1)]
     runs = [_Run(config, plan, mesh) for _, plan, _ in plans]
     exact = [run.check_bytes(batches[0]) for run in runs]
@@ -73,6 +74,7 @@ def sweep(setting: Setting, mesh: Mesh, calibration: Calibration) -> dict[str, A
     rows = [
         {
             "name": name,
+            "is_model": plan == chosen,
             "rows": _num_hot(plan),
             "sums": next((t.sums for x in plan.tables for t, _ in x.hot), ""),
             "mb_a_rank": max(bytes_per_rank(plan)) / 1e6,
@@ -86,7 +88,7 @@ def sweep(setting: Setting, mesh: Mesh, calibration: Calibration) -> dict[str, A
             plans, times, runs, exact, strict=True
         )
     ]
-    choice = next(plan.hot for name, plan, _ in plans if name == "model")
+    choice = chosen.hot
     assert choice is not None
     return {
         "hosts": mesh.topology.hosts,
@@ -98,8 +100,10 @@ def sweep(setting: Setting, mesh: Mesh, calibration: Calibration) -> dict[str, A
     }
 
 
-def _plans(setting: Setting, mesh: Mesh, calibration: Calibration) -> list[tuple[str, Plan, float]]:
-    """Names, plans and seconds of a step that the model tells."""
+def _plans(
+    setting: Setting, mesh: Mesh, calibration: Calibration
+) -> tuple[list[tuple[str, Plan, float]], Plan]:
+    """Names, plans and seconds of a step that the model tells; and the one that it chooses."""
     config, rates, state = setting.config, calibration.rates, RULE_STATES["rowwise_adagrad"]
     source = config.data
     model = build_model(config.model, source, seed=config.seed)
@@ -122,11 +126,15 @@ def _plans(setting: Setting, mesh: Mesh, calibration: Calibration) -> list[tuple
     grid = [round(hot.most ** (i / setting.points)) for i in range(1, setting.points + 1)]
     grid = [k for k in dict.fromkeys(grid) if k >= 64]
     named = [("cold", cold), *((f"k={k}", hot.choose(k)) for k in grid)]
-    named += [("model", hot.choose(None)), ("all", hot.replicate())]
-    return [
+    named += [("all", hot.replicate())]
+    chosen = hot.choose(None)
+    if chosen not in [plan for _, plan in named]:
+        named.append(("model", chosen))
+    told = [
         (name, plan, plan_time(plan, stats.tables, rates=rates, cost=cost, state=state).total_s)
         for name, plan in named
     ]
+    return told, chosen
 
 
 class _Run:
