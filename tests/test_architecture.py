@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "profile",
     },
     "recipes": {"train", "data"},
-    "reproduce": {"train", "planners", "cost", "runtime", "comm", "data", "lab"},
+    "reproduce": {"train", "planners", "cost", "runtime", "comm", "data", "lab", "profile"},
     "cli": {
         *("train", "planners", "cost", "comm", "data", "models", "nn", "lab", "profile"),
         "reproduce",

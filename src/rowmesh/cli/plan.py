@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from rowmesh.cli.terminal import Alpha, Batch, Exchange, Split, Tiers, one_sentence
 from rowmesh.cli.workload import Knowledge, Workload, read_workload, workload_of_run
-from rowmesh.cost import load_calibration
+from rowmesh.cost import DenseCost, Rates, load_calibration
 from rowmesh.data import CRITEO_KAGGLE, SyntheticClicks
 from rowmesh.errors import InputError
 from rowmesh.placement import Plan, load_plan, save_plan
@@ -121,9 +121,7 @@ def plan_command(
         )
         sizes = {"--tables": tables, "--dim": dim, "--cap": cap}
         workload = _workload(source, sizes, batch=batch, alpha=alpha, knowledge=known)
-        rates = None
-        if calibration is not None:
-            rates = load_calibration(calibration, topology=topology).rates
+        rates, cost = _speeds(calibration, topology, workload)
         with _bar() as on_progress:
             plan = plan_tables(
                 workload.tables,
@@ -135,6 +133,7 @@ def plan_command(
                 constraints=workload.constraints,
                 rates=rates,
                 tiers=tiers,
+                cost=cost,
                 on_progress=on_progress,
             )
         if out is not None:
@@ -176,6 +175,19 @@ def _workload(
     data = SyntheticClicks(cardinalities=rows, cap=cap, alpha=alpha, batch_size=batch)
     model = ModelConfig(dim=64 if dim is None else dim)
     return workload_of_run(RunConfig(data=data, model=model), knowledge=knowledge)
+
+
+def _speeds(
+    calibration: Path | None, topology: Topology, workload: Workload
+) -> tuple[Rates | None, DenseCost | None]:
+    """Of the cluster, and of the model's dense layers on it; None where nothing is known."""
+    if calibration is None:
+        return None, None
+    rates = load_calibration(calibration, topology=topology).rates
+    if rates.dense is None or workload.work is None:
+        return rates, None
+    flops, parameters = workload.work
+    return rates, rates.dense.scaled(flops=flops, parameters=parameters)
 
 
 def _memory(text: str | None, hosts: int, local: int) -> tuple[int | None, str]:

@@ -14,6 +14,7 @@ from rowmesh.stats import Stats
 from rowmesh.tables import EmbeddingBagConfig, EmbeddingConfig, TableConfig, parse_dtype
 from rowmesh.topology import Topology
 from rowmesh.train.config import RunConfig
+from rowmesh.train.forecast import count_work
 from rowmesh.train.model import build_model
 from rowmesh.train.planning import assume_stats, count_accesses, read_profile
 from rowmesh.train.recipes import load_recipe
@@ -54,13 +55,15 @@ _ASSUMED: Final = Knowledge()
 class Workload:
     """Tables not yet placed, what a batch asks of them, and what goes with them.
 
-    ``dense`` holds the elements of each dense gradient bucket.
+    ``dense`` holds the elements of each dense gradient bucket. ``work`` is the flops and parameters
+    of the dense layers, counted where hot rows depend on it and there is a model.
     """
 
     tables: tuple[TablePlan, ...]
     stats: Stats
     dense: tuple[int, ...] = ()
     constraints: Constraints = field(default_factory=Constraints)
+    work: tuple[float, float] | None = None
 
 
 def workload_of_run(config: RunConfig, *, knowledge: Knowledge = _ASSUMED) -> Workload:
@@ -77,6 +80,7 @@ def workload_of_run(config: RunConfig, *, knowledge: Knowledge = _ASSUMED) -> Wo
         stats=stats,
         dense=dense,
         constraints=config.plan.constraints,
+        work=None if parse_tiers(knowledge.tiers) == 0 else count_work(config, knowledge.topology),
     )
 
 

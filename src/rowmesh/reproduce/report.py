@@ -5,9 +5,12 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from rowmesh.reproduce.coverage import PUBLISHED
+
 __all__ = ["curve_name", "draw_curves", "render_report", "summarise"]
 
 _WIDTH, _HEIGHT, _LEFT, _TOP = 520, 240, 60, 36
+_EDGES = ("ids", "rows", "backward", "hot gradients", "dense")  # others are a few bytes
 _TEXT = 'font-family="sans-serif" font-size="11" fill="currentColor"'
 
 
@@ -29,6 +32,8 @@ def summarise(case: dict[str, Any]) -> dict[str, Any]:
         "spread": max(times) / min(times),
         "gain": rows["cold"]["median_ms"] / model["median_ms"],
         "coverage": case["model"]["coverage"],
+        "collide_cold": rows["cold"]["collide"],
+        "collide_model": model["collide"],
         "bytes_are_exact": all(row["bytes_are_exact"] for row in case["rows"]),
     }
 
@@ -39,48 +44,97 @@ def curve_name(case: dict[str, Any]) -> str:
     return f"{case['hosts']}x{case['local']} {case['rate']} alpha {case['alpha']} {dedup}"
 
 
-def render_report(cases: Sequence[dict[str, Any]], *, picture: str) -> str:
-    """All curves as Markdown: a line each, then each by itself."""
+def render_report(
+    cases: Sequence[dict[str, Any]], coverage: Sequence[dict[str, Any]], *, picture: str
+) -> str:
+    """Coverage and all curves as Markdown: a line each, then each curve by itself."""
+    parts = ["# P2RES: hot rows on every rank", ""]
+    if coverage:
+        parts += _render_coverage(coverage)
+    if cases:
+        parts += [*_render_summary(cases, picture), *(_render_curve(case) for case in cases)]
+    return "\n".join(parts)
+
+
+def _render_coverage(coverage: Sequence[dict[str, Any]]) -> list[str]:
+    """A Markdown table: a line a data set, after those that the paper states."""
+    keys = ("hot_2", "hot_13", "steady", "steady_take", "unseen")
     lines = [
-        "# P2RES: hot rows on every rank",
+        "## Coverage",
+        "",
+        "Of 100 batches: what the hottest 2.2 % and 13 % of the rows seen take of all requests;",
+        "rows in more than 95 of the batches, and what they take; the rows of one more batch that",
+        "the 100 did not have (the paper: under 1 %); the rows of a batch that the step before",
+        "updates, without copies, and of the rest with copies of the 10,000 hottest.",
+        "",
+        "| data | samples a batch | rows seen | hottest 2.2 % | hottest 13 % | steady rows | "
+        "they take | unseen | collide | with copies |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for paper in PUBLISHED:
+        cells = [paper.get(key, "-") for key in keys]
+        lines.append(f"| {paper['data']} | - | - | {' | '.join(cells)} | - | - |")
+    for found in coverage:
+        shares = {pair["copies"]: pair["share"] for pair in found["collisions"]}
+        cells = [_percent(found[key]) for key in keys]
+        cells += [_percent(shares.get(copies)) for copies in (0, 10_000)]
+        lines.append(
+            f"| {found['data']} | {found['samples']:,} | {found['seen_rows']:,.0f} | "
+            f"{' | '.join(cells)} |"
+        )
+    return [*lines, ""]
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _render_summary(cases: Sequence[dict[str, Any]], picture: str) -> list[str]:
+    lines = [
+        "## Time over hot rows",
         "",
         f"![time over hot rows]({picture})",
         "",
         "Milliseconds of a step, medians over rounds in which all plans of a curve take turns.",
         "Beside the best of the measured plans: the number of hot rows that the model chose.",
+        "Collide: of a batch's rows to fetch, those that the step before updates, without and with",
+        "the model's hot rows.",
         "",
         "| curve | none | all rows | model's k | its ms | best k | its ms | above best | "
-        "max / min | none / model | covered |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "max / min | none / model | covered | collide |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for case in cases:
         f = summarise(case)
         lines.append(
             f"| {f['curve']} | {f['cold_ms']:,.0f} | {f['all_ms']:,.0f} | {f['model_k']:,} | "
             f"{f['model_ms']:,.0f} | {f['best_k']:,} | {f['best_ms']:,.0f} | "
-            f"{f['above_best']:+.1%} | {f['spread']:.2f} | {f['gain']:.2f} | {f['coverage']:.0%} |"
+            f"{f['above_best']:+.1%} | {f['spread']:.2f} | {f['gain']:.2f} | {f['coverage']:.0%} | "
+            f"{_percent(f['collide_cold'])} to {_percent(f['collide_model'])} |"
         )
     exact = all(summarise(case)["bytes_are_exact"] for case in cases)
     said = "to the byte on every plan" if exact else "NOT on every plan"
-    lines += ["", f"`rm.predict` and the ledgers agree {said}.", ""]
-    return "\n".join(lines + [_render_curve(case) for case in cases])
+    return [*lines, "", f"`rm.predict` and the ledgers agree {said}.", ""]
 
 
 def _render_curve(case: dict[str, Any]) -> str:
     """A Markdown table of one curve."""
+    edges = [e for e in _EDGES if any(row["mb_across"].get(e) for row in case["rows"])]
     lines = [
         f"### {curve_name(case)}",
         "",
-        "| hot rows | sums | MB a rank holds | MB a host sends | told ms | ms (range) | bytes |",
-        "|---:|---|---:|---:|---:|---:|---|",
+        f"| hot rows | sums | MB a rank holds | MB a host sends: {' | '.join(edges)} | all | "
+        "collide | told ms | ms (range) | bytes |",
+        f"|---:|---|---:|{'---:|' * len(edges)}---:|---:|---:|---:|---|",
     ]
-    for row in case["rows"]:
+    for row in sorted(case["rows"], key=lambda row: int(row["rows"])):
         mark = {"all": " (all)", "cold": " (none)"}.get(row["name"], "")
         mark += " **(model)**" if row["is_model"] else ""
-        across = sum(row["mb_across"].values())
+        sent = [f"{row['mb_across'].get(edge, 0.0):,.2f}" for edge in edges]
         lines.append(
             f"| {row['rows']:,}{mark} | {row['sums'] or '-'} | {row['mb_a_rank']:,.1f} | "
-            f"{across:,.2f} | {row['told_ms']:,.0f} | {row['median_ms']:,.0f} "
+            f"{' | '.join(sent)} | {sum(row['mb_across'].values()):,.2f} | "
+            f"{_percent(row['collide'])} | {row['told_ms']:,.0f} | {row['median_ms']:,.0f} "
             f"({min(row['ms']):,.0f}-{max(row['ms']):,.0f}) | "
             f"{'exact' if row['bytes_are_exact'] else 'DIFFER'} |"
         )

@@ -11,10 +11,11 @@ from rowmesh.comm.agreement import on_rank_0
 from rowmesh.comm.mesh import Mesh
 from rowmesh.cost import Calibration, plan_time, predict
 from rowmesh.data import SyntheticClicks
-from rowmesh.features import Batch
+from rowmesh.features import Batch, KeyedJaggedTensor
 from rowmesh.placement import Plan
 from rowmesh.placement.memory import RULE_STATES, bytes_per_rank
 from rowmesh.planners import HotRows, make_plan
+from rowmesh.reproduce.collisions import share_of_collisions
 from rowmesh.runtime.optimizer import Optimizer
 from rowmesh.runtime.shard import shard
 from rowmesh.stats import Stats
@@ -62,9 +63,14 @@ def sweep(setting: Setting, mesh: Mesh, calibration: Calibration) -> dict[str, A
     config = setting.config
     assert isinstance(config.data, SyntheticClicks)
     plans, chosen = on_rank_0(mesh, lambda: _plans(setting, mesh, calibration))
-    batches = [config.data.batch_at(mesh.rank, _FIRST_STEP + i) for i in range(setting.steps + 1)]
+    steps = range(_FIRST_STEP, _FIRST_STEP + setting.steps + 1)
+    batches = [config.data.batch_at(mesh.rank, step) for step in steps]
+    asked = [
+        [config.data.batch_at(rank, step).sparse_features for rank in range(mesh.world)]
+        for step in steps
+    ]
     runs = [_Run(config, plan, mesh) for _, plan, _ in plans]
-    exact = [run.check_bytes(batches[0]) for run in runs]
+    exact = [run.check_bytes(batches[0], asked[0]) for run in runs]
     times: list[list[float]] = [[] for _ in runs]
     for number in range(setting.rounds):
         order = range(len(runs)) if number % 2 == 0 else reversed(range(len(runs)))
@@ -82,6 +88,7 @@ def sweep(setting: Setting, mesh: Mesh, calibration: Calibration) -> dict[str, A
             "ms": [1e3 * t for t in measured],
             "median_ms": 1e3 * median(measured),
             "mb_across": _across(run.predicted, mesh),
+            "collide": share_of_collisions(plan, asked),
             "bytes_are_exact": is_exact,
         }
         for (name, plan, told), measured, run, is_exact in zip(
@@ -148,12 +155,10 @@ class _Run:
         self._optimizer = Optimizer(self._model, dense=settings.make_dense, sparse=settings.rule)
         self.predicted: list[dict[str, dict[str, int]]] = []
 
-    def check_bytes(self, batch: Batch) -> bool:
-        """One step; whether every rank sent what `predict` says."""
-        source, mesh = self._config.data, self._mesh
-        assert isinstance(source, SyntheticClicks)
-        everyone = [source.batch_at(rank, _FIRST_STEP) for rank in range(mesh.world)]
-        self.predicted = predict(self._plan, [b.sparse_features for b in everyone])
+    def check_bytes(self, batch: Batch, asked: list[KeyedJaggedTensor]) -> bool:
+        """One step; whether every rank sent what `predict` says of the batches of all."""
+        mesh = self._mesh
+        self.predicted = predict(self._plan, asked)
         self.steps([batch])
         mesh.ledger.reset()
         self._step(batch)

@@ -15,7 +15,7 @@ from rowmesh.train.calibrate.dense import count_dense
 from rowmesh.train.config import RunConfig
 from rowmesh.train.planning import count_accesses, plan_run
 
-__all__ = ["Forecast", "forecast_run", "forecast_step", "plan_of"]
+__all__ = ["Forecast", "count_work", "forecast_run", "forecast_step", "plan_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,11 +75,11 @@ def plan_of(config: RunConfig, model: nn.Module, topology: Topology) -> Plan:
         config.data,
         topology,
         sparse=config.optimiser.sparse,
-        dense=_count(config, topology) if needs else None,
+        dense=count_work(config, topology) if needs else None,
     )
 
 
-def _count(config: RunConfig, topology: Topology) -> tuple[float, float]:
+def count_work(config: RunConfig, topology: Topology) -> tuple[float, float]:
     """Flops and parameters of the dense layers, for the first batch of rank 0."""
     first = next(itertools.islice(config.data.batches(rank=0, world=topology.world), 1))
     return count_dense(config, first)
@@ -94,7 +94,7 @@ def forecast_run(config: RunConfig, plan: Plan, model: nn.Module, topology: Topo
     expected, time = plan.predicted, None
     if config.plan.topology is not None:
         calibration = load_calibration(config.plan.topology, topology=topology)
-        flops, parameters = _count(config, topology)
+        flops, parameters = count_work(config, topology)
         time = forecast_step(
             plan,
             count_accesses(config.plan, model, config.data, topology),
