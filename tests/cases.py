@@ -62,6 +62,8 @@ class Table:
     trainable: bool = True
     hot: tuple[int, ...] = ()
     sums: str = "sparse"  # of hot rows, or of the copies
+    per_host: tuple[int, ...] = ()  # rows with a copy per host
+    holder: int | None = None  # the local rank that has all of them; None if they are split
 
     @property
     def split(self) -> Split:
@@ -97,6 +99,15 @@ class Case:
     def num_features(self) -> int:
         return sum(t.features for c in self.collections for t in c.tables)
 
+    def _per_host(self, name: str, table: Table) -> Tier:
+        rows = make_hot_set(name, np.array(table.per_host))
+        if table.holder is None:
+            split = Split(kind="boxes", rows="host")
+            ranks = tuple(range(self.world))
+            return Tier(ranks=ranks, copies=Copies.HOST, rows=rows, split=split)
+        ranks = tuple(range(table.holder, self.world, self.world // self.hosts))
+        return Tier(ranks=ranks, copies=Copies.HOST, rows=rows)
+
     def plan(self) -> Plan:
         tables = []
         for c, collection in enumerate(self.collections):
@@ -109,8 +120,14 @@ class Case:
                     split=table.split,
                     sums=table.sums if everywhere else "sparse",
                 )
-                hot = make_hot_set(config.name, np.array(table.hot)) if table.hot else None
-                tier = hot and Tier(ranks=world, copies=Copies.WORLD, rows=hot, sums=table.sums)
+                tiers = [rest]
+                if table.per_host:
+                    tiers.insert(0, self._per_host(config.name, table))
+                if table.hot:
+                    hot = make_hot_set(config.name, np.array(table.hot))
+                    tiers.insert(
+                        0, Tier(ranks=world, copies=Copies.WORLD, rows=hot, sums=table.sums)
+                    )
                 tables.append(
                     TablePlan(
                         name=config.name,
@@ -121,7 +138,7 @@ class Case:
                         pooling=PoolingType(str(config.pooling)),
                         feature_names=tuple(config.feature_names),
                         virtual_shards=table.shards,
-                        tiers=(tier, rest) if tier else (rest,),
+                        tiers=tuple(tiers),
                         exchange=Exchange(table.exchange),
                         dedup=table.dedup,
                         trainable=table.trainable,
@@ -235,6 +252,14 @@ class Run:
     weights: dict[str, Tensor]
     states: dict[str, dict[str, Tensor]]
     copies: list[Tensor]
+    host_copies: list[Tensor]
+
+
+def host_copies_of(mesh: Mesh, model: nn.Module) -> list[Tensor]:
+    """Rows and state that this rank holds for its host: the same on its peers."""
+    stacks = [s for e in sharded_engines(model) for s in e.stacks]
+    found = [s.host_copies(mesh.rank) for s in stacks]
+    return found + [s.host_copies(mesh.rank, v) for s in stacks for v in s.home_state.values()]
 
 
 def train_case(mesh: Mesh, case: Case) -> Run:
@@ -260,7 +285,14 @@ def train_case(mesh: Mesh, case: Case) -> Run:
         ledgers.append(mesh.ledger.by_edge())
     stacks = [s for e in sharded_engines(model) for s in e.stacks]
     copies = [s.copies for s in stacks] + [v for s in stacks for v in s.copies_state.values()]
-    return Run(losses, ledgers, rm.full_state_dict(model), full_sparse_state(model), copies)
+    return Run(
+        losses,
+        ledgers,
+        rm.full_state_dict(model),
+        full_sparse_state(model),
+        copies,
+        host_copies_of(mesh, model),
+    )
 
 
 def oracle_case(case: Case) -> Run:
@@ -273,7 +305,7 @@ def oracle_case(case: Case) -> Run:
         steps = range(start, min(start + case.accumulate, len(case.ids)))
         parts = [[case.batch(step, rank) for step in steps] for rank in range(case.world)]
         losses.append(oracle.step_accumulated(parts))
-    return Run(losses, [], dict(oracle.model.state_dict()), oracle.states, [])
+    return Run(losses, [], dict(oracle.model.state_dict()), oracle.states, [], [])
 
 
 @st.composite
@@ -317,9 +349,13 @@ def tables(
     if pooled_ok:
         exchange = draw(st.sampled_from(["rows", "pooled"]))
     hot: list[int] = []
+    per_host: list[int] = []
     if placed.ranks and exchange == "rows":
         ids = st.lists(st.integers(0, rows - 1), unique=True, max_size=rows)
-        hot = draw(st.one_of(st.just([]), ids, st.just(list(range(rows)))))
+        some = st.one_of(st.just([]), ids, st.just(list(range(rows))))
+        hot = draw(some)
+        per_host = sorted(set(draw(some)) - set(hot))
+    holder = draw(st.one_of(st.none(), st.integers(0, world // hosts - 1)))
     return replace(
         placed,
         rows=rows,
@@ -331,6 +367,8 @@ def tables(
         shards=draw(st.sampled_from([4, 5, 16, 256])),
         trainable=draw(st.integers(0, 7)) > 0,
         hot=tuple(hot),
+        per_host=tuple(per_host),
+        holder=holder,
         sums=draw(st.sampled_from(["sparse", "sparse", "dense", "bucket"])),
     )
 
@@ -365,6 +403,7 @@ def cases(
             exchange="pooled",
             dtype="fp32",
             hot=(),
+            per_host=(),
         )
         collections = (Collection(kind="bags", tables=(split, *collections[0].tables[1:])),)
     if place is not None:
@@ -382,10 +421,13 @@ def cases(
             num_samples = draw(st.integers(0, 4))
             ranks.append([[draw(_bag(rows)) for _ in range(num_samples)] for rows in sizes])
         steps.append(ranks)
+    trees = ["flat", "host-first"]
+    if 1 < hosts < world and any(t.per_host for c in collections for t in c.tables):
+        trees = ["host-first"]
     return Case(
         world=world,
         hosts=hosts,
-        tree=draw(st.sampled_from(["flat", "host-first"])),
+        tree=draw(st.sampled_from(trees)),
         collections=collections,
         ids=steps,
         rule=draw(st.sampled_from(sorted(RULES))),

@@ -39,6 +39,17 @@ class Heat:
     requests: Floats
     presence: Floats
 
+    def without(self, chosen: slice | NDArray[np.bool_]) -> "Heat":
+        """The other rows."""
+        keep = np.ones(len(self.ids), dtype=bool)
+        keep[chosen] = False
+        return Heat(
+            ids=self.ids[keep],
+            scores=self.scores[keep],
+            requests=self.requests[keep],
+            presence=self.presence[keep],
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accesses:
@@ -73,14 +84,16 @@ class Accesses:
         slope = math.log2(self.growth[i + 1] / self.growth[i])
         return self.growth[i] * math.pow(num_batches / 2**i, slope)
 
-    def part(self, rows: NDArray[np.int64] | int) -> tuple["Accesses", "Accesses"]:
+    def part(
+        self, rows: NDArray[np.int64] | NDArray[np.bool_] | int
+    ) -> tuple["Accesses", "Accesses"]:
         """Accesses of some rows, and of all others.
 
         Of rows in share p of the batches, sum(1 - (1 - p)^n) are in n batches together. Bags
         count in both parts.
 
         Args:
-            rows: Their ids, ascending; or how many of the hottest.
+            rows: Their ids, ascending; or how many of the hottest; or which of ``heat.ids``.
 
         Raises:
             InputError: If nothing is known of single rows.
@@ -89,7 +102,11 @@ class Accesses:
             raise InputError(
                 "the statistics do not know single rows: count batches, or run rowmesh profile"
             )
-        chosen = slice(rows) if isinstance(rows, int) else np.isin(self.heat.ids, rows)
+        chosen: slice | NDArray[np.bool_]
+        if isinstance(rows, int):
+            chosen = slice(rows)
+        else:
+            chosen = rows if rows.dtype == bool else np.isin(self.heat.ids, rows)
         touched = self.heat.presence[chosen]
         growth = []
         for total in self.growth:
@@ -97,9 +114,10 @@ class Accesses:
             touched = touched * (2.0 - touched)  # 1 - (1 - t)^2: in twice as many batches
         requests = min(self.requests, float(self.heat.requests[chosen].sum()))
         hot = replace(self, requests=requests, growth=tuple(growth), heat=None)
+        left = self.heat.without(chosen)
         rest = [total - own for total, own in zip(self.growth, growth, strict=True)]
         rest = np.maximum.accumulate(rest).tolist()  # more batches do not hold fewer rows
-        cold = replace(self, requests=self.requests - requests, growth=tuple(rest), heat=None)
+        cold = replace(self, requests=self.requests - requests, growth=tuple(rest), heat=left)
         return hot, cold
 
 

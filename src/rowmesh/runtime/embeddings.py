@@ -66,6 +66,7 @@ class ShardedEngine:
         self._vectors = [wire.channel(f"vectors of {path}", Lane.ROWS) for _ in stacks]
         self._backward = [wire.channel(f"gradients of {path}", Lane.GRADS) for _ in stacks]
         self._copied = [wire.channel(f"hot gradients of {path}", Lane.GRADS) for _ in stacks]
+        self._shared = [wire.channel(f"host gradients of {path}", Lane.GRADS) for _ in stacks]
         self.relays = {
             i: Relay(path, stack.layout, mesh, self.id_dtype)
             for i, stack in enumerate(stacks)
@@ -342,11 +343,11 @@ class ShardedEngine:
             )
         for i, (stack, grad) in enumerate(zip(self.stacks, grads, strict=True)):
             if stack.layout.trainable:  # frozen tables send nothing back
-                channels = (self._backward[i], self._copied[i])
-                send_back(ticket, i, grad.contiguous(), channels, self._scratch)
+                channels = (self._backward[i], self._copied[i], self._shared[i])
+                send_back(ticket, i, grad.contiguous(), channels, stack.layout, self._scratch)
             else:
-                ticket.home.append(grad[:0], [], None)
-                ticket.copied.append(grad[:0], [], None)
+                for arrivals in (ticket.home, ticket.copied, ticket.shared):
+                    arrivals.append(grad[:0], [], None)
                 ticket.dense.append(grad[:0])
         ticket.is_sent = True
         is_last = not self.is_accumulating and all(t.is_sent for t in self.tickets)

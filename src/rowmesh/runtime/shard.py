@@ -109,15 +109,15 @@ def _check_executable(plan: Plan) -> None:
             hot_ids(rows, where=f"table {table.name!r}")
         tier, where = table.rest, f" (table {table.name!r})"
         wanted += [
-            (any(t.copies is Copies.HOST for t in table.tiers), "copies per host" + where),
+            (tier.copies is Copies.HOST, "a copy per host of a whole table" + where),
             (tier.store != "ram", f"the {tier.store} store" + where),
         ]
     for is_wanted, what in wanted:
         if is_wanted:
             raise NotExecutable(
                 f"the plan is valid, but this version does not run {what}; it runs all splits of "
-                f"tables, and copies of tables or hot rows on every rank, in ram, over one shard "
-                f"group"
+                f"tables, copies of tables or hot rows on every rank, and copies of hot rows on "
+                f"every host, in ram, over one shard group"
             )
 
 
@@ -164,6 +164,9 @@ def _make_engine(
             for region in (*stack.layout.copied, *stack.layout.hot):
                 if region.table == table:
                     _fill(stack.copies, region, module)
+            for region in stack.layout.host_copies:
+                if region.table == table and region.holder == mesh.rank % mesh.topology.local:
+                    _fill(stack.host_copies(mesh.rank), region, module)
         del module.table_modules()[config.name]  # frees a materialised table
     return ShardedEngine(
         path=path or "model",
@@ -181,7 +184,8 @@ def _make_stack(layout: StackLayout, mesh: Mesh) -> Stack:
     def empty(num_rows: int) -> Tensor:
         return allocate_rows(num_rows, layout.dim, dtype=layout.dtype, device=mesh.device)
 
-    home, copies = empty(layout.home_slots[mesh.rank]), empty(layout.num_copies)
+    home = empty(layout.home_slots[mesh.rank] + layout.num_host_copies)
+    copies = empty(layout.num_copies)
     return Stack(layout=layout, home=home, copies=copies)
 
 
