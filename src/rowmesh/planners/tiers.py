@@ -1,13 +1,15 @@
-"""Hot rows: which rows of all tables are copied to every rank, by the time of a step (P2RES).
+"""Hot rows: which rows of all tables are copied to every rank or host, by the time of a step.
 
-Rows are taken in the order of u (2 s + id) / s, u the share of a rank's batches that contain the
-row and s its bytes: what a copy saves on the wire for each byte of memory. The number k of them is
-the one whose step is shortest, 0 and all included.
+Of rows on every rank (P2RES) those are taken first whose u (2 s + id) / s is largest, u the share of
+a rank's batches that contain the row and s its bytes: what a copy saves on the wire for each byte of
+memory. Their number k is the one whose step is shortest, 0 and all included. Where hosts have
+several ranks, cuts into three tiers at several prices of memory (FlexShard,
+`rowmesh.planners.per_host`) are tried, too.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,17 +36,20 @@ from rowmesh.placement import (
     Split,
     TablePlan,
     Tier,
+    hot_ids,
     make_hot_set,
 )
 from rowmesh.placement.memory import RuleState, bytes_per_rank
+from rowmesh.planners.per_host import RowTiers, Sums, may_have_copies
 from rowmesh.stats import Stats
 
 __all__ = ["NO_DENSE", "HotRows", "parse_tiers"]
 
-Sums = Literal["sparse", "dense", "bucket"]
 _SUMS: Final[tuple[Sums, ...]] = ("sparse", "dense", "bucket")
 _ID = 4.0
 _POINTS = 16  # values of k that are tried first, and again around the best of them
+_PRICES = 9  # of memory that are tried
+_CHEAPEST = 1e-6  # of them, relative to the one at which nothing is copied
 _LEAST_GAIN = 0.01  # of a step: copies that gain less are not worth their memory
 NO_DENSE: Final = DenseCost(flops=0.0, parameters=0.0, forward_s=0.0, backward_s=0.0, step_s=0.0)
 
@@ -65,12 +70,16 @@ def parse_tiers(text: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Try:
-    """k hot rows under one way to add up their gradients, or everything copied (k is None)."""
+    """k hot rows under one way to add up their gradients, or everything copied (k is None).
+
+    With ``tiers``, those at a price of memory instead.
+    """
 
     base: Plan
     k: int | None
     sums: Sums
     step_s: float
+    tiers: Plan | None = None
 
 
 class HotRows:
@@ -113,6 +122,7 @@ class HotRows:
             return self._finish(self._best_of(k), cold)
         tried = [t for order in self._orders for t in self._sweep(order)]
         tried += self._everything(cold.base)
+        tried += [t for order in self._orders for t in self._three_tiers(order.plan)]
         best = min(tried, key=lambda t: t.step_s, default=cold)
         if best.step_s > cold.step_s * (1.0 - _LEAST_GAIN):
             return self._finish(cold, cold, best)
@@ -215,10 +225,46 @@ class HotRows:
                 found.append(_Try(copied, None, sums, time.total_s))
         return found
 
+    def _three_tiers(self, plan: Plan) -> list[_Try]:
+        """Cuts at prices of memory, from none copied to all that fits."""
+        if 1 in (plan.mesh.hosts, plan.mesh.local):
+            return []
+        held = max(bytes_per_rank(plan, **_state_bytes(self._state)))
+        found = []
+        for sums in _SUMS:
+            cut = RowTiers(plan, self._stats, rates=self._rates, state=self._state, sums=sums)
+            high = cut.dearest
+            low = high * _CHEAPEST
+            if self._limit is not None:
+                low = max(low, cut.price_within(self._limit - held))
+            for price in np.geomspace(high, low, _PRICES)[1:]:
+                tiers = cut.at(float(price))
+                if self._limit is None or (
+                    max(bytes_per_rank(tiers, **_state_bytes(self._state))) <= self._limit
+                ):
+                    time = plan_time(
+                        tiers,
+                        self._stats.tables,
+                        rates=self._rates,
+                        cost=self._cost,
+                        state=self._state,
+                    )
+                    found.append(_Try(plan, 0, sums, time.total_s, tiers))
+        return found
+
     def _finish(self, chosen: _Try, cold: _Try, best: _Try | None = None) -> Plan:
         plan, k = chosen.base, chosen.k
         requests = {t.name: self._stats.tables[t.name].requests for t in plan.tables}
-        if k is None:
+        host_rows = 0
+        if chosen.tiers is not None:
+            plan = chosen.tiers
+            rows, host_rows = (_num_hot(plan, copies) for copies in (Copies.WORLD, Copies.HOST))
+            covered = sum(
+                self._stats.tables[t.name].part(hot_ids(hot, where=t.name))[0].requests
+                for t in plan.tables
+                for _, hot in t.hot
+            )
+        elif k is None:
             rows, covered = sum(t.num_embeddings for t in plan.tables), sum(requests.values())
         else:
             order = next(o for o in self._orders if o.plan is plan)
@@ -231,6 +277,7 @@ class HotRows:
         held = np.array(bytes_per_rank(plan, **bytes_of)) - bytes_per_rank(cold.base, **bytes_of)
         choice = HotChoice(
             rows=rows,
+            host_rows=host_rows,
             num_bytes=max(0, int(held.max())),
             coverage=covered / max(sum(requests.values()), 1e-300),
             step_s=chosen.step_s,
@@ -249,7 +296,7 @@ class _Order:
         owners, scores, sizes = [], [], []
         for number, table in enumerate(plan.tables):
             heat = stats.tables[table.name].heat
-            if heat is None or not _may_be_hot(table):
+            if heat is None or not may_have_copies(table):
                 continue
             held = table.row_bytes + table.trainable * (
                 state.row_bytes * len(table.columns()) + state.element_bytes * table.embedding_dim
@@ -289,10 +336,6 @@ class _Order:
         return replace(self.plan, tables=tuple(tables))
 
 
-def _may_be_hot(table: TablePlan) -> bool:
-    return table.exchange is Exchange.ROWS and table.rest.copies is not Copies.WORLD
-
-
 def _copy_all(plan: Plan, sums: Sums) -> Plan:
     everyone = tuple(range(plan.mesh.topology.world))
     tier = Tier(ranks=everyone, copies=Copies.WORLD, split=Split(), sums=sums)
@@ -300,7 +343,13 @@ def _copy_all(plan: Plan, sums: Sums) -> Plan:
     return replace(plan, tables=tuple(tables))
 
 
+def _num_hot(plan: Plan, copies: Copies) -> int:
+    return sum(hot.count for t in plan.tables for tier, hot in t.hot if tier.copies is copies)
+
+
 def _num_rows(tried: _Try) -> int:
+    if tried.tiers is not None:
+        return sum(hot.count for t in tried.tiers.tables for _, hot in t.hot)
     return sum(t.num_embeddings for t in tried.base.tables) if tried.k is None else tried.k
 
 
