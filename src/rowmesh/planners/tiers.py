@@ -1,9 +1,9 @@
 """Hot rows: which rows of all tables are copied to every rank or host, by the time of a step.
 
-Of rows on every rank (P2RES) those are taken first whose u (2 s + id) / s is largest, u the share of
-a rank's batches that contain the row and s its bytes: what a copy saves on the wire for each byte of
-memory. Their number k is the one whose step is shortest, 0 and all included. Where hosts have
-several ranks, cuts into three tiers at several prices of memory (FlexShard,
+Of rows on every rank (P2RES) those are taken first whose u (2 s + id) / s is largest, u the share
+of a rank's batches that contain the row and s its bytes: what a copy saves on the wire for each
+byte of memory. Their number k is the one whose step is shortest, 0 and all included. Where hosts
+have several ranks, cuts into three tiers at several prices of memory (FlexShard,
 `rowmesh.planners.per_host`) are tried, too.
 """
 

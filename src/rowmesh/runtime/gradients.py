@@ -46,12 +46,10 @@ class SparseGradients:
         self._shared = [i for i, x in enumerate(layouts) if x.host_copies and x.trainable]
         self._sums: Future[list[RowGradient]] | None = None
         self._sequence = 0
-        wire = engine.mesh.wire
-        self._counts = wire.channel(f"hot counts of {engine.path}", Lane.CONTROL)
-        self._ids = [wire.channel(f"hot rows of {engine.path}", Lane.GRADS) for _ in self._copied]
-        self._values = [
-            wire.channel(f"hot sums of {engine.path}", Lane.GRADS) for _ in self._copied
-        ]
+        channel = engine.pool.channel
+        self._counts = channel(f"hot counts of {engine.path}", Lane.CONTROL)
+        self._ids = [channel(f"hot rows of {engine.path}", Lane.GRADS) for _ in self._copied]
+        self._values = [channel(f"hot sums of {engine.path}", Lane.GRADS) for _ in self._copied]
         self._host_sums = HostSums(engine, self._shared)
         engine.on_all_sent = self._all_sent
 

@@ -30,7 +30,7 @@ from rowmesh.tables import (
     named_collections,
 )
 
-__all__ = ["shard"]
+__all__ = ["check_executable", "make_stack", "shard"]
 
 _Collection = EmbeddingBagCollection | EmbeddingCollection
 
@@ -65,7 +65,7 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
             f"the plan is for {plan.mesh.hosts} hosts x {plan.mesh.local} ranks, but the mesh has "
             f"{mesh.topology.hosts} x {mesh.topology.local}: make a plan for this mesh"
         )
-    _check_executable(plan)
+    check_executable(plan)
     collections = list(named_collections(model))
     _check_tables(plan, collections)
     model = adopt_collections(model)
@@ -96,7 +96,7 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
     return model
 
 
-def _check_executable(plan: Plan) -> None:
+def check_executable(plan: Plan) -> None:
     """Say which settings of a valid plan this version does not run."""
     world = plan.mesh.hosts * plan.mesh.local
     wanted = [
@@ -155,7 +155,7 @@ def _make_engine(
     layouts = lay_out(
         plans, module.readers, topology=mesh.topology, rank=mesh.rank, device=mesh.device
     )
-    stacks = [_make_stack(layout, mesh) for layout in layouts]
+    stacks = [make_stack(layout, mesh) for layout in layouts]
     for table, config in enumerate(module.configs()):
         for stack in stacks:
             for region in stack.layout.home:
@@ -180,7 +180,9 @@ def _make_engine(
     )
 
 
-def _make_stack(layout: StackLayout, mesh: Mesh) -> Stack:
+def make_stack(layout: StackLayout, mesh: Mesh) -> Stack:
+    """This rank's memory for a stack."""
+
     def empty(num_rows: int) -> Tensor:
         return allocate_rows(num_rows, layout.dim, dtype=layout.dtype, device=mesh.device)
 

@@ -52,7 +52,7 @@ class ColumnSquares:
     def __init__(self, engine: ShardedEngine) -> None:
         self._engine, self._sequence = engine, 0
         self._shares, self._hot = _shares(engine), _hot_rows(engine)
-        self._channel = engine.mesh.wire.channel(f"column squares of {engine.path}", Lane.GRADS)
+        self._channel = engine.pool.channel(f"column squares of {engine.path}", Lane.GRADS)
 
     def add(self, gradients: Sequence[RowGradient]) -> list[Tensor | None]:
         """Of each gradient, the mean squares of its rows; None where columns are not split.

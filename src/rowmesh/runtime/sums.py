@@ -125,13 +125,10 @@ class HostSums:
         self._host, first = topology.host(rank), topology.host(rank) * topology.local
         self._beside = range(first, first + topology.local)
         self._peers = [rank % topology.local + h * topology.local for h in range(topology.hosts)]
-        wire, path = engine.mesh.wire, engine.path
-        self._counts = [wire.channel(f"host counts of {path}", Lane.CONTROL) for _ in range(2)]
+        channel, path = engine.pool.channel, engine.path
+        self._counts = [channel(f"host counts of {path}", Lane.CONTROL) for _ in range(2)]
         self._parts, self._totals = (
-            [
-                tuple(wire.channel(f"host {what} of {path}", Lane.GRADS) for _ in range(2))
-                for _ in stacks
-            ]
+            [tuple(channel(f"host {what} of {path}", Lane.GRADS) for _ in range(2)) for _ in stacks]
             for what in ("parts", "sums")
         )
 
