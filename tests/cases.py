@@ -29,6 +29,7 @@ from rowmesh.placement.columns import num_blocks
 from rowmesh.placement.dense import bucket_elements
 from rowmesh.runtime.embeddings import sharded_engines
 from rowmesh.runtime.export import full_sparse_state
+from rowmesh.runtime.retier import change_tiers
 from rowmesh.tables import PoolingType, dense_parameters, parse_dtype
 
 RULES = {
@@ -94,6 +95,7 @@ class Case:
     accumulate: int = 1
     skips_first: bool = False
     has_unused: bool = True
+    later: tuple[Collection, ...] = ()  # with other hot rows, from the second step on
 
     @property
     def num_features(self) -> int:
@@ -107,6 +109,11 @@ class Case:
             return Tier(ranks=ranks, copies=Copies.HOST, rows=rows, split=split)
         ranks = tuple(range(table.holder, self.world, self.world // self.hosts))
         return Tier(ranks=ranks, copies=Copies.HOST, rows=rows)
+
+    def plan_at(self, step: int) -> Plan:
+        """The plan of a step: hot rows may change after the first."""
+        changed = bool(self.later) and step > 0
+        return replace(self, collections=self.later, later=()).plan() if changed else self.plan()
 
     def plan(self) -> Plan:
         tables = []
@@ -281,8 +288,10 @@ def train_case(mesh: Mesh, case: Case) -> Run:
             mesh.mean(found).backward()
         optimizer.step()
         optimizer.zero_grad()
+        if case.later and start == 0:
+            change_tiers(model, case.plan_at(1), optimizer=optimizer)
         losses.append(found.detach())
-        ledgers.append(mesh.ledger.by_edge())
+        ledgers.append({e: n for e, n in mesh.ledger.by_edge().items() if e != "tier move"})
     stacks = [s for e in sharded_engines(model) for s in e.stacks]
     copies = [s.copies for s in stacks] + [v for s in stacks for v in s.copies_state.values()]
     return Run(
@@ -338,6 +347,24 @@ def places(
 
 
 @st.composite
+def tiers(draw: st.DrawFn, table: Table, local: int) -> dict[str, Any]:
+    """Hot rows of a table, on every rank and per host."""
+    hot: list[int] = []
+    per_host: list[int] = []
+    if table.ranks and table.exchange == "rows":
+        ids = st.lists(st.integers(0, table.rows - 1), unique=True, max_size=table.rows)
+        some = st.one_of(st.just([]), ids, st.just(list(range(table.rows))))
+        hot = draw(some)
+        per_host = sorted(set(draw(some)) - set(hot))
+    return {
+        "hot": tuple(hot),
+        "per_host": tuple(per_host),
+        "holder": draw(st.one_of(st.none(), st.integers(0, local - 1))),
+        "sums": draw(st.sampled_from(["sparse", "sparse", "dense", "bucket"])),
+    }
+
+
+@st.composite
 def tables(
     draw: st.DrawFn, world: int, hosts: int, kind: str, exact: bool, place: str | None = None
 ) -> Table:
@@ -348,28 +375,16 @@ def tables(
     rows, exchange = draw(st.integers(1, 40)), "rows"
     if pooled_ok:
         exchange = draw(st.sampled_from(["rows", "pooled"]))
-    hot: list[int] = []
-    per_host: list[int] = []
-    if placed.ranks and exchange == "rows":
-        ids = st.lists(st.integers(0, rows - 1), unique=True, max_size=rows)
-        some = st.one_of(st.just([]), ids, st.just(list(range(rows))))
-        hot = draw(some)
-        per_host = sorted(set(draw(some)) - set(hot))
-    holder = draw(st.one_of(st.none(), st.integers(0, world // hosts - 1)))
+    placed = replace(placed, rows=rows, exchange=exchange)
     return replace(
         placed,
-        rows=rows,
+        **draw(tiers(placed, world // hosts)),
         features=draw(st.integers(1, 2)),
         mean=kind == "bags" and draw(st.booleans()),
         dtype=draw(st.sampled_from(["fp32", "fp32", "fp32", "fp16", "bf16"])) if exact else "fp32",
-        exchange=exchange,
         dedup=draw(st.booleans()),
         shards=draw(st.sampled_from([4, 5, 16, 256])),
         trainable=draw(st.integers(0, 7)) > 0,
-        hot=tuple(hot),
-        per_host=tuple(per_host),
-        holder=holder,
-        sums=draw(st.sampled_from(["sparse", "sparse", "dense", "bucket"])),
     )
 
 
@@ -421,8 +436,15 @@ def cases(
             num_samples = draw(st.integers(0, 4))
             ranks.append([[draw(_bag(rows)) for _ in range(num_samples)] for rows in sizes])
         steps.append(ranks)
+    later: tuple[Collection, ...] = ()
+    if draw(st.integers(0, 3)) == 0:
+        later = tuple(
+            replace(c, tables=tuple(draw(_with_other_tiers(t, world // hosts)) for t in c.tables))
+            for c in collections
+        )
     trees = ["flat", "host-first"]
-    if 1 < hosts < world and any(t.per_host for c in collections for t in c.tables):
+    every = [t for c in (*collections, *later) for t in c.tables]
+    if 1 < hosts < world and any(t.per_host for t in every):
         trees = ["host-first"]
     return Case(
         world=world,
@@ -435,7 +457,15 @@ def cases(
         accumulate=accumulate,
         skips_first=draw(st.booleans()),
         has_unused=draw(st.booleans()),
+        later=later,
     )
+
+
+@st.composite
+def _with_other_tiers(draw: st.DrawFn, table: Table, local: int) -> Table:
+    """Only hot rows may change: sums of a table that is copied whole stay."""
+    changed = draw(tiers(table, local))
+    return replace(table, **(changed if table.ranks else {}))
 
 
 def _bag(rows: int) -> st.SearchStrategy[list[int]]:

@@ -74,7 +74,7 @@ def check(case: Case, *, tolerance: float) -> None:
             features = [case.batch(step, rank)["features"] for rank in range(len(ids))]
             paths = {t.collection for t in case.plan().tables}
             predicted = rm.predict(
-                case.plan(),
+                case.plan_at(step),
                 [dict.fromkeys(paths, f) for f in features],
                 adds_squares=RULES[case.rule].adds_squares,
             )
