@@ -39,11 +39,11 @@ from rowmesh.placement import (
     hot_ids,
     make_hot_set,
 )
-from rowmesh.placement.memory import RuleState, bytes_per_rank
+from rowmesh.placement.memory import RULE_STATES, RuleState, bytes_per_rank
 from rowmesh.planners.per_host import RowTiers, Sums, may_have_copies
 from rowmesh.stats import Stats
 
-__all__ = ["NO_DENSE", "HotRows", "parse_tiers"]
+__all__ = ["NO_DENSE", "HotRows", "choose_tiers", "parse_tiers"]
 
 _SUMS: Final[tuple[Sums, ...]] = ("sparse", "dense", "bucket")
 _ID = 4.0
@@ -286,6 +286,37 @@ class HotRows:
             best_step_s=0.0 if best is None else best.step_s,
         )
         return replace(plan, hot=choice).validate()
+
+
+def choose_tiers(
+    plan: Plan,
+    stats: Stats,
+    *,
+    tiers: str = "auto",
+    rates: Rates | None = None,
+    cost: DenseCost | None = None,
+    sparse: str = "rowwise_adagrad",
+    limit: int | None = None,
+) -> Plan:
+    """``plan`` with other hot rows, those that ``stats`` asks for; all else stays.
+
+    Args:
+        plan: Its hot rows do not count.
+        stats: With the accesses of single rows.
+        tiers: auto, or hot:K.
+        rates: Of the cluster.
+        cost: Of the dense layers.
+        sparse: Name of the update rule.
+        limit: Bytes a rank may hold, if known.
+
+    Raises:
+        PlanError: If so many rows were not asked for, or do not fit.
+    """
+    tables = [replace(table, tiers=table.tiers[-1:]) for table in plan.tables]
+    state, rates = RULE_STATES[sparse], rates or Rates()
+    cold = replace(plan, tables=tuple(tables), hot=None)
+    hot = HotRows([cold], stats, rates=rates, cost=cost or NO_DENSE, state=state, limit=limit)
+    return hot.choose(parse_tiers(tiers))
 
 
 class _Order:

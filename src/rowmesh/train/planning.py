@@ -39,7 +39,9 @@ class PlanConfig:
 
     Args:
         split, exchange, allow_inexact, constraints: As for `make_plan`.
-        tiers: Hot rows, copied to every rank: off, auto, or hot:K; as for `make_plan`.
+        tiers: Hot rows, copied to every rank or host: off, auto, or hot:K; as for `make_plan`.
+        refresh: Steps after which hot rows are chosen again from the last 32 batches of rank 0,
+            and moved; None leaves them as planned.
         batches: Batches of rank 0 whose accesses are counted; 0 assumes Zipf ids. With hot rows
             at least 16 are counted.
         profile: A file of `rowmesh profile` on this data and batch size, used instead.
@@ -56,6 +58,7 @@ class PlanConfig:
     allow_inexact: bool = False
     constraints: Constraints = field(default_factory=Constraints)
     tiers: str = "off"
+    refresh: int | None = None
     batches: int = 4
     profile: str | None = None
     file: str | None = None
@@ -64,6 +67,13 @@ class PlanConfig:
     def __post_init__(self) -> None:
         if self.batches < 0:
             raise InputError(f"plan.batches is {self.batches}, but must be at least 0")
+        if self.refresh is not None and self.refresh < 1:
+            raise InputError(f"plan.refresh is {self.refresh}, but must be at least 1")
+        if self.refresh is not None and parse_tiers(self.tiers) == 0:
+            raise InputError(
+                f"plan.refresh is {self.refresh}, but plan.tiers is off: set plan.tiers to auto or "
+                f"hot:K"
+            )
         if parse_tiers(self.tiers) != 0 and not self.batches and self.profile is None:
             raise InputError(
                 f"plan.tiers is {self.tiers!r}, which needs plan.batches above 0, or a plan.profile"

@@ -25,6 +25,7 @@ from rowmesh.train.metrics import ClickMetrics
 from rowmesh.train.model import build_model
 from rowmesh.train.optimiser import make_optimizer, set_learning_rates
 from rowmesh.train.planning import measured
+from rowmesh.train.refresh import TierRefresh
 from rowmesh.train.stop import Stop
 from rowmesh.train.tally import StepRecord, Tally
 from rowmesh.train.tracing import Tracing
@@ -77,6 +78,7 @@ class Trainer:
         self.forecast = on_rank_0(
             mesh, lambda: forecast_run(config, self.plan, self.model, topology)
         )
+        self._refresh = TierRefresh(config, self.model, mesh, topology)
         shard(self.model, self.plan, mesh)
         self.optimizer = make_optimizer(config.optimiser, self.model)
         self.start = self.step = 0
@@ -211,6 +213,7 @@ class Trainer:
         self._step_seconds.append(time.perf_counter() - start)
         self.step += 1
         self._last_batch = batch
+        self._refresh.saw(batch)
         with phase("tally"):
             return self._tally.end(
                 self.step,
@@ -221,7 +224,9 @@ class Trainer:
             )
 
     def _at_step(self, listeners: Sequence[Listener]) -> None:
-        """What is due after this step: an evaluation, a checkpoint."""
+        """What is due after this step: other hot rows, an evaluation, a checkpoint."""
+        if self._refresh.is_due(self.step):
+            self.plan = self._refresh.refresh(self.model, self.plan, self.optimizer)
         every, eval_every = self.config.checkpoint.every, self.config.training.eval_every
         if eval_every is not None and self.step % eval_every == 0:
             self._evaluate(listeners)
