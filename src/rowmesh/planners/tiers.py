@@ -92,6 +92,7 @@ class HotRows:
         cost: Of the dense layers.
         state: Of the update rule.
         limit: Bytes a rank may hold, if known.
+        per_host: Whether rows may have copies per host, too.
     """
 
     def __init__(
@@ -103,7 +104,9 @@ class HotRows:
         cost: DenseCost = NO_DENSE,
         state: RuleState,
         limit: int | None = None,
+        per_host: bool = True,
     ) -> None:
+        self._per_host = per_host
         self._stats, self._rates, self._cost = stats, rates, cost
         self._state, self._limit = state, limit
         self._orders = [_Order(plan, stats, state, limit) for plan in plans]
@@ -227,7 +230,7 @@ class HotRows:
 
     def _three_tiers(self, plan: Plan) -> list[_Try]:
         """Cuts at prices of memory, from none copied to all that fits."""
-        if 1 in (plan.mesh.hosts, plan.mesh.local):
+        if not self._per_host or 1 in (plan.mesh.hosts, plan.mesh.local):
             return []
         held = max(bytes_per_rank(plan, **_state_bytes(self._state)))
         found = []
