@@ -64,10 +64,18 @@ class RowTiers:
         rates: Of the cluster.
         state: Of the update rule.
         sums: Of rows on every rank.
+        per_host: Whether rows may have copies per host.
     """
 
     def __init__(
-        self, plan: Plan, stats: Stats, *, rates: Rates, state: RuleState, sums: Sums = "sparse"
+        self,
+        plan: Plan,
+        stats: Stats,
+        *,
+        rates: Rates,
+        state: RuleState,
+        sums: Sums = "sparse",
+        per_host: bool = True,
     ) -> None:
         self.plan, self._sums, self._local = plan, sums, plan.mesh.local
         self._rows = []
@@ -75,6 +83,8 @@ class RowTiers:
             heat = stats.tables[table.name].heat
             if heat is not None and may_have_copies(table):
                 seconds = _seconds(table, heat, plan.mesh.topology, rates, sums)
+                if not per_host:
+                    seconds[PER_HOST] = np.inf
                 held = _held(table, state, self._local) * np.ones((1, len(heat.ids)))
                 self._rows.append(_Rows(number, heat, seconds, held))
 
@@ -94,6 +104,10 @@ class RowTiers:
         for rows in self._rows:
             total += float(np.choose(rows.choose(price), rows.held).sum())
         return total
+
+    def seconds_at(self, price: float) -> float:
+        """Of a step, by the formulas above, for the rows that may have copies."""
+        return sum(float(np.choose(rows.choose(price), rows.seconds).sum()) for rows in self._rows)
 
     def price_within(self, num_bytes: float) -> float:
         """The least price, nearly, whose copies take at most so many bytes of a rank."""
