@@ -15,7 +15,7 @@ _LONGEST_S = 3600.0  # of one shape at one rate
 def run_on_hosts(
     words: list[str], *, hosts: int, local: int, rate: str
 ) -> Iterator[dict[str, Any]]:
-    """Run ``python words`` as every rank; the objects that they print as lines of JSON, as they come.
+    """Run ``python words`` as every rank; yields what they print as lines of JSON, as it comes.
 
     Raises:
         InputError: Where emulated hosts are not permitted.
