@@ -56,9 +56,9 @@ def render_flexshard(cases: Sequence[dict[str, Any]], drifts: Sequence[dict[str,
         "The paper: over 85 % less global all-to-all traffic, almost 6 times lower communication",
         "latency, no additional memory. Here: MB that a host sends to others in a step, in",
         "exchanges (ids, rows, gradients) and to add up gradients of copies (sync); cuts against",
-        "row-wise of the same table. Memory is that of the fullest rank, relative to row-wise, which",
-        "nothing can be copied within. In flight: milliseconds of a step with any message under way;",
-        "exposed: of these, those in which a rank does nothing but wait.",
+        "row-wise of the same table. Memory is that of the fullest rank, relative to row-wise,",
+        "within which nothing can be copied. In flight: milliseconds of a step with any message",
+        "under way; exposed: of these, those in which a rank does nothing but wait.",
         "",
     ]
     for case in cases:
@@ -72,8 +72,8 @@ def _render_case(case: dict[str, Any], cases: Sequence[dict[str, Any]]) -> list[
     lines = [
         f"## {case_name(case)}",
         "",
-        "| plan | rows everywhere | per host | memory | all-to-all MB | cut | sync MB | cut with sync "
-        "| inside MB | in flight ms | exposed ms | step ms | told ms | bytes |",
+        "| plan | rows everywhere | per host | memory | all-to-all MB | cut | sync MB | "
+        "cut with sync | inside MB | in flight ms | exposed ms | step ms | told ms | bytes |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     found = summarise_case(case)
@@ -100,7 +100,7 @@ def _render_drift(drifts: Sequence[dict[str, Any]]) -> list[str]:
         "## Drift",
         "",
         "Every so many steps 5 % of the hottest ids change places with colder ones. MB that a host",
-        "sends across in a step, and late rows of a rank (asked for, not copied, and updated by the",
+        "sends across in a step, and late rows of a rank (asked for, not copied, updated by the",
         "step before): with tiers of the first batches, chosen again from the last 32 batches, and",
         "chosen from the batches to come.",
         "",
