@@ -142,7 +142,8 @@ class _Copied:
         for name in names:
             home = stack.home if name is None else stack.home_state[name]
             copies = stack.copies if name is None else stack.copies_state[name]
-            yield home, (copies if region.holder is None else stack.host_copies(rank, home))[rows]
+            there = copies if region.holder is None else stack.host_copies(rank, home)
+            yield home[: stack.layout.home_slots[rank]], there[rows]
 
     def new_part(self, like: Tensor) -> Tensor:
         return like.new_empty((self.region.num_rows, *like.shape[1:]))

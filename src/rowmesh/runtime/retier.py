@@ -76,7 +76,12 @@ def _without_hot_rows(plan: Plan) -> Plan:
 
 def _move(engine: ShardedEngine, stack: Stack) -> Stack:
     """The new stack with the rows of the old ones, and state as theirs; no copies yet."""
-    like = next(old for old in engine.stacks if set(old.layout.tables) & set(stack.layout.tables))
+    layout = stack.layout
+    like = next(
+        old
+        for old in engine.stacks
+        if old.layout.dim == layout.dim and set(old.layout.tables) & set(layout.tables)
+    )
     stack.home_state = _states(like.home_state, len(stack.home))
     stack.copies_state = _states(like.copies_state, len(stack.copies))
     before = {_key(place): place for old in engine.stacks for place in _places(engine, old)}
