@@ -36,8 +36,9 @@ from rowmesh.runtime.stacks import lay_out
 from rowmesh.stats import Accesses, Heat, Stats
 from rowmesh.tables import PoolingType
 from rowmesh.topology import Topology
-from tests.cases import DENSE, RULES, Case, Collection, Model, Table
+from tests.cases import DENSE, RULES, Case, Collection, Model, Table, train_case
 from tests.ranks import run_on_ranks
+from tests.test_central_property import differences
 
 LAW = settings(derandomize=True, deadline=None, max_examples=40)
 ROW_WISE = Split(kind="boxes", rows="all")
@@ -384,3 +385,20 @@ def test_values_that_come_in_reach_homes_and_copies() -> None:
     assert sorted(again.tolist()) == sorted(trained[key][[0, 3, 8, 11]].tolist())
     assert torch.equal(copies, other[2])
     assert torch.equal(again, other[4])
+
+
+@pytest.mark.nightly
+def test_a_run_at_ten_million_rows_equals_the_oracle() -> None:
+    random = np.random.default_rng(2)
+    hot = random.choice(10**7, size=500, replace=False)
+    cold = random.integers(0, 10**7, size=500)
+
+    def bag() -> list[int]:
+        return [*random.choice(hot, size=3).tolist(), *random.choice(cold, size=2).tolist()]
+
+    ids = [[[[bag() for _ in range(8)]] for _ in range(4)] for _ in range(2)]
+    placed = Table(rows=10**7, dim=2, ranks=(0, 1, 2, 3), shards=256, hot=tuple(hot.tolist()))
+    case = Case(world=4, hosts=2, collections=(Collection(tables=(placed,)),), ids=ids)
+    runs = run_on_ranks(4, train_case, case, hosts=2)
+    assert differences(case, runs, tolerance=0.0) == []
+    assert {len(copies) for run in runs for copies in run.copies} == {500}

@@ -50,7 +50,7 @@ _ID = 4.0
 _POINTS = 16  # values of k that are tried first, and again around the best of them
 _PRICES = 9  # of memory that are tried
 _CHEAPEST = 1e-6  # of them, relative to the one at which nothing is copied
-_LEAST_GAIN = 0.01  # of a step: copies that gain less are not worth their memory
+_LEAST_GAIN = 0.025  # of a step: less is within the error of the model, and costs memory
 NO_DENSE: Final = DenseCost(flops=0.0, parameters=0.0, forward_s=0.0, backward_s=0.0, step_s=0.0)
 
 
