@@ -84,16 +84,14 @@ class Accesses:
         slope = math.log2(self.growth[i + 1] / self.growth[i])
         return self.growth[i] * math.pow(num_batches / 2**i, slope)
 
-    def part(
-        self, rows: NDArray[np.int64] | NDArray[np.bool_] | int
-    ) -> tuple["Accesses", "Accesses"]:
+    def part(self, rows: NDArray[np.int64] | int) -> tuple["Accesses", "Accesses"]:
         """Accesses of some rows, and of all others.
 
         Of rows in share p of the batches, sum(1 - (1 - p)^n) are in n batches together. Bags
         count in both parts.
 
         Args:
-            rows: Their ids, ascending; or how many of the hottest; or which of ``heat.ids``.
+            rows: Their ids, ascending; or how many of the hottest.
 
         Raises:
             InputError: If nothing is known of single rows.
@@ -102,11 +100,7 @@ class Accesses:
             raise InputError(
                 "the statistics do not know single rows: count batches, or run rowmesh profile"
             )
-        chosen: slice | NDArray[np.bool_]
-        if isinstance(rows, int):
-            chosen = slice(rows)
-        else:
-            chosen = rows if rows.dtype == bool else np.isin(self.heat.ids, rows)
+        chosen = slice(rows) if isinstance(rows, int) else np.isin(self.heat.ids, rows)
         touched = self.heat.presence[chosen]
         growth = []
         for total in self.growth:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ __all__: list[str] = []
 def main() -> None:
     """Calibrate, then table after table."""
     torch.set_num_threads(1)
-    words = json.loads(sys.argv[1])
+    words: dict[str, Any] = json.loads(sys.argv[1])
     asked = FlexShard(**{k: tuple(v) if isinstance(v, list) else v for k, v in words.items()})
     with init_mesh() as mesh:
         calibration = calibrate(config_of(asked), mesh)

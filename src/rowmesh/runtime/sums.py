@@ -128,8 +128,14 @@ class HostSums:
         channel, path = engine.pool.channel, engine.path
         self._counts = [channel(f"host counts of {path}", Lane.CONTROL) for _ in range(2)]
         self._parts, self._totals = (
-            [tuple(channel(f"host {what} of {path}", Lane.GRADS) for _ in range(2)) for _ in stacks]
-            for what in ("parts", "sums")
+            [
+                (channel(f"host {what} of {path}", Lane.GRADS), channel(name, Lane.GRADS))
+                for _ in stacks
+            ]
+            for what, name in (
+                ("rows", f"host parts of {path}"),
+                ("summed rows", f"host sums of {path}"),
+            )
         )
 
     def exchange(self, tickets: Sequence[Ticket], sequence: int) -> Iterator[_Found]:
