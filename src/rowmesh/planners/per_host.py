@@ -78,7 +78,7 @@ class RowTiers:
         per_host: bool = True,
     ) -> None:
         self.plan, self._sums, self._local = plan, sums, plan.mesh.local
-        self._rows = []
+        self.rows = []
         for number, table in enumerate(plan.tables):
             heat = stats.tables[table.name].heat
             if heat is not None and may_have_copies(table):
@@ -86,14 +86,14 @@ class RowTiers:
                 if not per_host:
                     seconds[PER_HOST] = np.inf
                 held = _held(table, state, self._local) * np.ones((1, len(heat.ids)))
-                self._rows.append(_Rows(number, heat, seconds, held))
+                self.rows.append(_Rows(number, heat, seconds, held))
 
     @property
     def dearest(self) -> float:
         """A price at which nothing is copied."""
         saved = [
             float(((r.seconds[OWNER] - r.seconds[1:]) / r.held[1:]).max())
-            for r in self._rows
+            for r in self.rows
             if len(r.heat.ids)
         ]
         return 2.0 * max([0.0, *(s for s in saved if np.isfinite(s))]) + 1e-300
@@ -101,13 +101,13 @@ class RowTiers:
     def bytes_at(self, price: float) -> float:
         """Bytes of copies on a rank, if they spread evenly over those of a host."""
         total = 0.0
-        for rows in self._rows:
+        for rows in self.rows:
             total += float(np.choose(rows.choose(price), rows.held).sum())
         return total
 
     def seconds_at(self, price: float) -> float:
         """Of a step, by the formulas above, for the rows that may have copies."""
-        return sum(float(np.choose(rows.choose(price), rows.seconds).sum()) for rows in self._rows)
+        return sum(float(np.choose(rows.choose(price), rows.seconds).sum()) for rows in self.rows)
 
     def price_within(self, num_bytes: float) -> float:
         """The least price, nearly, whose copies take at most so many bytes of a rank."""
@@ -123,7 +123,7 @@ class RowTiers:
     def at(self, price: float) -> Plan:
         """The plan with every row in its tier."""
         tables, world = list(self.plan.tables), self.plan.mesh.topology.world
-        for rows in self._rows:
+        for rows in self.rows:
             chosen, table = rows.choose(price), tables[rows.number]
             tiers = [
                 _tier(table.name, kind, rows.heat.ids[chosen == kind], self._sums, world)
@@ -145,11 +145,12 @@ def _tier(name: str, kind: int, ids: NDArray[np.int64], sums: Sums, world: int) 
 def _mean_by_score(heat: Heat, values: Floats) -> Floats:
     """The mean of ``values`` over all rows with a row's score.
 
-    Scores come from other batches than means, so a row that was lucky once is not believed.
+    Scores come from other batches than means, so a row that was lucky once is not believed. Rows of
+    one score differ by a millionth in the order of heat, so that some of them may fit a budget.
     """
     _, group = np.unique(heat.scores, return_inverse=True)
     means = np.bincount(group, weights=values) / np.maximum(np.bincount(group), 1)
-    found: Floats = means[group]
+    found: Floats = means[group] * (1.0 - 1e-6 * np.arange(len(group)) / max(len(group), 1))
     return found
 
 
