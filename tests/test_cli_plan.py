@@ -36,6 +36,39 @@ def plan_of(path: Path, document: Any, *options: str) -> Plan:
     return rm.load_plan(path / "p.json")
 
 
+RECIPE = """
+[data]
+kind = "synthetic"
+cardinalities = [300, 40]
+batch_size = 32
+
+[optimiser]
+sparse = "adam"
+
+[plan]
+split = "row_wise"
+exchange = "rows"
+tiers = "hot:20"
+"""
+
+
+def test_a_recipe_is_planned_by_its_own_settings(tmp_path: Path) -> None:
+    recipe, out = write(tmp_path / "r.toml", RECIPE), tmp_path / "p.json"
+    assert run("plan", recipe, "--out", out).exit_code == 0
+    planned = rm.load_plan(out)
+    assert sum(rows.count for t in planned.tables for _, rows in t.hot) == 20
+    assert {t.rest.split.word for t in planned.tables} == {"row-wise"}
+    assert (
+        run("plan", recipe, "--out", out, "--tiers", "off", "--split", "table_wise").exit_code == 0
+    )
+    planned = rm.load_plan(out)
+    assert not any(t.hot for t in planned.tables)
+    assert {t.word for t in planned.tables} == {"table-wise"}
+    refused = run("plan", recipe, "--batch", "64")
+    assert refused.exit_code == 2
+    assert "--batch 64 goes without a file" in refused.stderr
+
+
 def test_tables_of_a_file_are_planned(tmp_path: Path) -> None:
     more = {"pooling_factor": 20, "data_type": "bf16", "pooling": "mean"}
     sequence = SECOND | {"name": "s", "pooling": "none"}

@@ -122,9 +122,12 @@ def test_hot_rows_that_are_lost_or_changed_are_told(tmp_path: Path) -> None:
     np.save(file, np.array([3, 6]))
     with pytest.raises(PlanError, match=r"does not hold the 2 hot rows that the plan was made"):
         load_plan(tmp_path / "plan.json")
-    file.write_bytes(b"")
-    with pytest.raises(PlanError, match=r"cannot read its hot rows .* keep the file beside"):
-        load_plan(tmp_path / "plan.json")
+    for damaged in (b"", b"PK\x03\x04garbage", b"\x93NUMPY"):
+        file.write_bytes(damaged)
+        with pytest.raises(PlanError, match=r"\.npy is damaged: make the plan again"):
+            load_plan(tmp_path / "plan.json")
+    save_plan(plan(table(hot=[5, 3])), tmp_path / "plan.json")
+    load_plan(tmp_path / "plan.json")
     file.unlink()
     with pytest.raises(PlanError, match=r"cannot read its hot rows .* No such file"):
         load_plan(tmp_path / "plan.json")
@@ -308,6 +311,35 @@ def test_without_dedup_hot_rows_pay_and_a_fast_network_needs_none() -> None:
     assert none.hot.rows == 0
     assert not any(t.hot for t in none.tables)
     assert "hot rows: none, which is best" in str(none)
+
+
+def test_tables_that_cannot_have_hot_rows_are_named_as_the_reason() -> None:
+    tables = (table("a", rows=50, exchange=Exchange.POOLED),)
+    stats = stats_of(tables, zipf_batches({"a": 50}, count=4, requests=20))
+    with pytest.raises(PlanError, match="no table can have any: those that owners pool"):
+        choose(tables, stats, 3)
+
+
+def test_where_nothing_is_asked_for_nothing_is_hot() -> None:
+    tables = (table("a", rows=50),)
+    nothing = KeyedJaggedTensor(
+        ["f_a"], torch.empty(0, dtype=torch.int64), lengths=torch.zeros(4, dtype=torch.int32)
+    )
+    chosen = choose(tables, stats_of(tables, [nothing] * 16))
+    assert chosen.hot is not None
+    assert chosen.hot.rows == 0
+    assert chosen.tables == tables
+
+
+def test_rows_of_a_last_odd_batch_do_not_vanish() -> None:
+    tables = (table("a", rows=50),)
+    nothing = KeyedJaggedTensor(
+        ["f_a"], torch.empty(0, dtype=torch.int64), lengths=torch.zeros(20, dtype=torch.int32)
+    )
+    batches = [nothing] * 16 + zipf_batches({"a": 50}, count=1, requests=20)
+    accesses = stats_of(tables, batches).tables["a"]
+    assert list(accesses.growth) == sorted(accesses.growth)
+    assert accesses.union(4) >= accesses.distinct > 0
 
 
 def test_hot_rows_stay_within_the_memory() -> None:

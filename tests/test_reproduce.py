@@ -10,6 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from rowmesh.cli import app
+from rowmesh.errors import InputError
 from rowmesh.features import KeyedJaggedTensor
 from rowmesh.lab import check_permitted
 from rowmesh.placement import Copies, MeshShape, Plan, Split, TablePlan, Tier, make_hot_set
@@ -74,6 +75,21 @@ def test_coverage_is_that_of_the_files(tmp_path: Path) -> None:
     assert "clicks is not there" in missing[0]
 
 
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("1::x::3::4", "invalid literal"),
+        ("", "no ids"),
+        ("1::2::3::4", "1 samples make fewer than 101 batches"),
+    ],
+)
+def test_data_that_cannot_be_counted_is_named(tmp_path: Path, text: str, sentence: str) -> None:
+    (tmp_path / "movietweetings").mkdir()
+    (tmp_path / "movietweetings/ratings.dat").write_text(text)
+    with pytest.raises(InputError, match=rf"ratings.dat cannot be counted: .*{sentence}"):
+        list(measure_coverage(tmp_path, (), batch=8, on_missing=lambda sentence: None))
+
+
 def curve(**changes: Any) -> dict[str, Any]:
     def row(name: str, k: int, ms: float, *, is_model: bool = False) -> dict[str, Any]:
         return {
@@ -121,6 +137,8 @@ def test_bad_words_end_with_one_sentence(tmp_path: Path) -> None:
         (["--rates", "none"], "hot rows are about slow links"),
         (["--dedup", "yes"], "say on, off, or off,on"),
         (["--alphas", "x"], "is not a number"),
+        (["--alphas", "nan"], "alpha is nan, but must be from 0 to 100"),
+        (["--rounds", "0"], "rounds is 0, but must be at least 1"),
     ):
         ended = run(tmp_path / "r", *words)
         assert ended.exit_code == 2

@@ -244,6 +244,18 @@ def test_a_run_resumes_on_another_number_of_ranks(ranks: int, tmp_path: Path) ->
     assert rm.load_plan(tmp_path / "plan.json").mesh.local == ranks
 
 
+def test_a_run_that_resumes_with_other_plan_settings_is_planned_again(tmp_path: Path) -> None:
+    run_on_ranks(2, run_in_folder, str(tmp_path), 6, False, {})
+    stored = rm.load_plan(tmp_path / "plan.json")
+    changes = {"plan": PlanConfig(split="row_wise", exchange="rows", tiers="hot:8")}
+    run_on_ranks(2, run_in_folder, str(tmp_path), None, True, changes)
+    assert rm.load_plan(tmp_path / "plan.json") != stored
+    assert (
+        sum(rows.count for t in rm.load_plan(tmp_path / "plan.json").tables for _, rows in t.hot)
+        == 8
+    )
+
+
 def test_a_stopped_run_saves_nothing_unless_asked(tmp_path: Path) -> None:
     for checkpoint, saved in (
         (CheckpointConfig(), None),

@@ -180,7 +180,8 @@ def _growth(ids: list[NDArray[np.int64]]) -> tuple[float, ...]:
         runs = [np.concatenate(ids[i : i + width]) for i in range(0, len(ids) - width + 1, width)]
         found.append(float(np.mean([len(np.unique(run)) for run in runs])))
         width *= 2
-    return tuple(found)
+    # A last odd batch is in no longer run, so its rows may be missing there.
+    return tuple(np.maximum.accumulate(found).tolist())
 
 
 def count_heat(ids: list[NDArray[np.int64]]) -> Heat:

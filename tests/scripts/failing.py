@@ -44,7 +44,7 @@ def batches(rank: int) -> Iterator[rm.Batch]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    mesh = rm.init_mesh(timeout_s=2.0 if HOW == "silent" else 60.0)
+    mesh = rm.init_mesh(timeout_s=4.0 if HOW == "silent" else 60.0)
     table = rm.EmbeddingBagConfig(
         name="items", num_embeddings=100, embedding_dim=4, feature_names=["item"]
     )

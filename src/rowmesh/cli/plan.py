@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import Progress
 from typer.core import TyperGroup
 
-from rowmesh.cli.terminal import Alpha, Batch, Exchange, Split, Tiers, one_sentence
-from rowmesh.cli.workload import Knowledge, Workload, read_workload, workload_of_run
+from rowmesh.cli.terminal import one_sentence
+from rowmesh.cli.workload import Knowledge, Workload, is_recipe, read_workload, workload_of_run
 from rowmesh.cost import DenseCost, Rates, load_calibration
 from rowmesh.data import CRITEO_KAGGLE, SyntheticClicks
 from rowmesh.errors import InputError
@@ -28,11 +28,10 @@ from rowmesh.topology import Topology
 from rowmesh.train.config import RunConfig
 from rowmesh.train.machine import measure_memory
 from rowmesh.train.model import ModelConfig
-from rowmesh.train.planning import PlanConfig
 
 __all__ = ["plan_app"]
 
-_DATA, _PLAN = SyntheticClicks(), PlanConfig()
+_DATA = SyntheticClicks()
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _QUIET_S = 2.0  # a bar appears after so long
 
@@ -84,11 +83,32 @@ def plan_command(
     cap: Annotated[
         int | None, typer.Option(help="Without a file: most rows of a table; default no limit.")
     ] = None,
-    batch: Batch = _DATA.batch_size,
-    alpha: Alpha = _DATA.alpha,
-    split: Split = _PLAN.split,
-    exchange: Exchange = _PLAN.exchange,
-    tiers: Tiers = _PLAN.tiers,
+    batch: Annotated[
+        int | None,
+        typer.Option(help="Samples per rank and step; default the recipe's, else 2048."),
+    ] = None,
+    alpha: Annotated[
+        float | None,
+        typer.Option(help="Zipf exponent of the ids, 0 is uniform; default the recipe's."),
+    ] = None,
+    split: Annotated[
+        str | None,
+        typer.Option(
+            help="Of all tables: auto, data_parallel, table_wise, row_wise, column_wise, "
+            "table_row_wise or grid; default the recipe's."
+        ),
+    ] = None,
+    exchange: Annotated[
+        str | None,
+        typer.Option(help="What travels: auto, rows or pooled; default the recipe's."),
+    ] = None,
+    tiers: Annotated[
+        str | None,
+        typer.Option(
+            help="Hot rows, copied to every rank: off, auto, or hot:K for K of them; default the "
+            "recipe's."
+        ),
+    ] = None,
     profile: Annotated[
         Path | None,
         typer.Option(help="Accesses that rowmesh profile counted; else ids are assumed Zipf."),
@@ -121,18 +141,22 @@ def plan_command(
         )
         sizes = {"--tables": tables, "--dim": dim, "--cap": cap}
         workload = _workload(source, sizes, batch=batch, alpha=alpha, knowledge=known)
-        rates, cost = _speeds(calibration, topology, workload)
+        settings = workload.settings
+        file = settings.topology if calibration is None else calibration
+        rates, cost = _speeds(file, topology, workload)
         with _bar() as on_progress:
             plan = plan_tables(
                 workload.tables,
                 topology,
                 stats=workload.stats,
                 dense=workload.dense,
-                split=split,
-                exchange=exchange,
+                split=split or settings.split,
+                exchange=exchange or settings.exchange,
                 constraints=workload.constraints,
                 rates=rates,
-                tiers=tiers,
+                sparse=workload.sparse,
+                allow_inexact=settings.allow_inexact,
+                tiers=settings.tiers,
                 cost=cost,
                 on_progress=on_progress,
             )
@@ -160,14 +184,18 @@ def _workload(
     source: Path | None,
     sizes: dict[str, int | None],
     *,
-    batch: int,
-    alpha: float,
+    batch: int | None,
+    alpha: float | None,
     knowledge: Knowledge,
 ) -> Workload:
     if source is not None:
-        for name, value in sizes.items():
+        own = {"--batch": batch, "--alpha": alpha} if is_recipe(source) else {}
+        for name, value in (sizes | own).items():
             if value is not None:
                 raise InputError(f"{name} {value} goes without a file, but {source} was given")
+    batch = _DATA.batch_size if batch is None else batch
+    alpha = _DATA.alpha if alpha is None else alpha
+    if source is not None:
         return read_workload(source, batch_size=batch, alpha=alpha, knowledge=knowledge)
     tables, dim, cap = sizes.values()
     number = len(CRITEO_KAGGLE) if tables is None else max(tables, 0)
@@ -178,7 +206,7 @@ def _workload(
 
 
 def _speeds(
-    calibration: Path | None, topology: Topology, workload: Workload
+    calibration: Path | str | None, topology: Topology, workload: Workload
 ) -> tuple[Rates | None, DenseCost | None]:
     """Of the cluster, and of the model's dense layers on it; None where nothing is known."""
     if calibration is None:

@@ -86,6 +86,8 @@ def profile_command(
                 way_out = f"give {option} a file in a folder that exists"
                 check_target(file, what="the profile", way_out=way_out)
         partial = out.with_name(f"{out.name}.partial")
+        if page is not None and page.absolute() in (out.absolute(), partial.absolute()):
+            raise InputError(f"--html {page} is where the profile goes: name another file")
         count = functools.partial(
             profile_source,
             config.data,

@@ -12,15 +12,9 @@ from rowmesh.train.launch import exit_code
 from rowmesh.train.stop import INTERRUPTED
 
 __all__ = [
-    "Alpha",
-    "Batch",
-    "Dim",
-    "Exchange",
     "Ranks",
     "Recipe",
     "Settings",
-    "Split",
-    "Tiers",
     "one_sentence",
 ]
 
@@ -38,20 +32,6 @@ Settings = Annotated[
         metavar="KEY=VALUE",
         help="Change a setting of the recipe, as training.steps=100; may be repeated.",
     ),
-]
-Batch = Annotated[int, typer.Option(help="Samples per rank and step.")]
-Dim = Annotated[int, typer.Option(help="Columns of every table.")]
-Alpha = Annotated[float, typer.Option(help="Zipf exponent of the ids; 0 is uniform.")]
-Split = Annotated[
-    str,
-    typer.Option(
-        help="Of all tables: auto, data_parallel, table_wise, row_wise, column_wise, "
-        "table_row_wise or grid."
-    ),
-]
-Exchange = Annotated[str, typer.Option(help="What travels: auto, rows or pooled.")]
-Tiers = Annotated[
-    str, typer.Option(help="Hot rows, copied to every rank: off, auto, or hot:K for K of them.")
 ]
 
 

@@ -16,10 +16,10 @@ from rowmesh.topology import Topology
 from rowmesh.train.config import RunConfig
 from rowmesh.train.forecast import count_work
 from rowmesh.train.model import build_model
-from rowmesh.train.planning import assume_stats, count_accesses, read_profile
+from rowmesh.train.planning import PlanConfig, assume_stats, count_accesses, read_profile
 from rowmesh.train.recipes import load_recipe
 
-__all__ = ["Knowledge", "Workload", "read_workload", "workload_of_run"]
+__all__ = ["Knowledge", "Workload", "is_recipe", "read_workload", "workload_of_run"]
 
 _REQUIRED: Final = {"name": str, "num_embeddings": int, "embedding_dim": int, "feature_names": list}
 _OPTIONAL: Final = {"pooling_factor": float, "data_type": str, "pooling": str}
@@ -33,19 +33,20 @@ class Knowledge:
     Otherwise ids are assumed Zipf.
 
     Args:
-        tiers: Hot rows: off, auto, or hot:K.
-        profile: A file of `rowmesh profile`.
+        tiers: Hot rows: off, auto, or hot:K; None for the recipe's.
+        profile: A file of `rowmesh profile`; None for the recipe's.
         topology: Whose rank 0 the batches are of.
     """
 
-    tiers: str = "off"
+    tiers: str | None = None
     profile: str | None = None
     topology: Topology = field(default_factory=Topology)
 
-    @property
-    def is_assumed(self) -> bool:
-        """Whether nothing is read or counted."""
-        return self.profile is None and parse_tiers(self.tiers) == 0
+    def within(self, settings: PlanConfig) -> PlanConfig:
+        """A recipe's settings with what is given here."""
+        tiers = settings.tiers if self.tiers is None else self.tiers
+        profile = settings.profile if self.profile is None else self.profile
+        return dataclasses.replace(settings, tiers=tiers, profile=profile)
 
 
 _ASSUMED: Final = Knowledge()
@@ -56,7 +57,8 @@ class Workload:
     """Tables not yet placed, what a batch asks of them, and what goes with them.
 
     ``dense`` holds the elements of each dense gradient bucket. ``work`` is the flops and parameters
-    of the dense layers, counted where hot rows depend on it and there is a model.
+    of the dense layers, counted where hot rows depend on it and there is a model. ``settings`` and
+    ``sparse``, the update rule, are a recipe's.
     """
 
     tables: tuple[TablePlan, ...]
@@ -64,24 +66,34 @@ class Workload:
     dense: tuple[int, ...] = ()
     constraints: Constraints = field(default_factory=Constraints)
     work: tuple[float, float] | None = None
+    settings: PlanConfig = field(default_factory=PlanConfig)
+    sparse: str = "rowwise_adagrad"
 
 
 def workload_of_run(config: RunConfig, *, knowledge: Knowledge = _ASSUMED) -> Workload:
     """The tables of a training run; ids that are assumed Zipf are so by its data's law."""
     model = build_model(config.model, config.data, seed=config.seed)
     tables, dense = blank_tables(model)
-    if knowledge.is_assumed:
+    settings = knowledge.within(config.plan)
+    has_hot_rows = parse_tiers(settings.tiers) != 0
+    if settings.profile is None and not has_hot_rows:
         stats = assume_stats(model, config.data)
     else:
-        plan = dataclasses.replace(config.plan, tiers=knowledge.tiers, profile=knowledge.profile)
-        stats = count_accesses(plan, model, config.data, knowledge.topology)
+        stats = count_accesses(settings, model, config.data, knowledge.topology)
     return Workload(
         tables=tuple(tables),
         stats=stats,
         dense=dense,
         constraints=config.plan.constraints,
-        work=None if parse_tiers(knowledge.tiers) == 0 else count_work(config, knowledge.topology),
+        work=count_work(config, knowledge.topology) if has_hot_rows else None,
+        settings=settings,
+        sparse=config.optimiser.sparse,
     )
+
+
+def is_recipe(path: Path) -> bool:
+    """Whether this is a recipe's file or name, and not a file of tables."""
+    return path.suffix in (".toml", ".py") or not (path.suffix or path.exists())
 
 
 def read_workload(
@@ -96,7 +108,7 @@ def read_workload(
     Raises:
         InputError: Names the file, the field, its value and what it should be.
     """
-    if path.suffix in (".toml", ".py") or not (path.suffix or path.exists()):  # a file, a name
+    if is_recipe(path):
         return workload_of_run(load_recipe(path), knowledge=knowledge)
     try:
         document = json.loads(path.read_text())
@@ -122,7 +134,7 @@ def _of_document(document: Any, batch_size: int, alpha: float, knowledge: Knowle
         raise InputError(f"batch is {batch_size}, but must be at least 1")
     if knowledge.profile is not None:
         stats = read_profile(knowledge.profile, configs, batch_size=batch_size)
-    elif not knowledge.is_assumed:
+    elif parse_tiers(knowledge.tiers or "off") != 0:
         raise InputError(
             f"tiers {knowledge.tiers!r} needs counted accesses: give --profile, or plan a recipe"
         )
@@ -132,6 +144,7 @@ def _of_document(document: Any, batch_size: int, alpha: float, knowledge: Knowle
         tables=tuple(blank_table(config) for config in configs),
         stats=stats,
         constraints=parse_constraints(document.get("constraints", {})),
+        settings=dataclasses.replace(PlanConfig(), tiers=knowledge.tiers or "off"),
     )
 
 

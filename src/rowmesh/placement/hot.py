@@ -36,12 +36,10 @@ def make_hot_set(table: str, ids: Ints) -> HotSet:
 
 
 def save_ids(hot: HotSet, folder: Path, *, where: str) -> None:
-    """Write the sidecar into ``folder``; one of that name holds the same."""
-    path = folder / hot.file
-    if not path.exists():
-        stream = io.BytesIO()
-        np.save(stream, hot_ids(hot, where=where))
-        write_whole(path, stream.getvalue())
+    """Write the sidecar into ``folder``; one of that name holds the same, unless it is damaged."""
+    stream = io.BytesIO()
+    np.save(stream, hot_ids(hot, where=where))
+    write_whole(folder / hot.file, stream.getvalue())
 
 
 def load_ids(hot: HotSet, folder: Path, *, where: str) -> HotSet:
@@ -54,17 +52,20 @@ def load_ids(hot: HotSet, folder: Path, *, where: str) -> HotSet:
         raise PlanError(f"{where}: {hot.file!r} must be the name of a file beside the plan")
     path = folder / hot.file
     try:
-        rows = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        reason = getattr(error, "strerror", None) or error
+        with path.open("rb") as file:
+            rows = np.lib.format.read_array(file, allow_pickle=False)
+    except OSError as error:
         raise PlanError(
-            f"{where}: cannot read its hot rows from {path}: {reason}; keep the file beside the "
-            f"plan"
+            f"{where}: cannot read its hot rows from {path}: {error.strerror}; keep the file "
+            f"beside the plan"
         ) from None
+    except (ValueError, EOFError):
+        raise PlanError(f"{where}: {path} is damaged: make the plan again") from None
     is_set = rows.dtype == np.int64 and rows.ndim == 1 and len(rows) == hot.count
     if not is_set or _digest(rows) != hot.sha256:
         raise PlanError(
-            f"{where}: {path} does not hold the {hot.count:,} hot rows that the plan was made with"
+            f"{where}: {path} does not hold the {hot.count:,} hot rows that the plan was made "
+            f"with: make the plan again"
         )
     return _fill(HotSet(count=hot.count, sha256=hot.sha256, file=hot.file), rows)
 

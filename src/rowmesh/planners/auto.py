@@ -1,5 +1,6 @@
 """`make_plan`: from a model's tables, a topology and statistics to a plan."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -152,19 +153,20 @@ def plan_tables(
     if count != 0:
         plans = [plan]
         if split == "auto":  # the rest of tables with hot rows is best spread over all ranks
-            spread = plan_tables(
-                tables,
-                topology,
-                stats=stats,
-                dense=dense,
-                split="row_wise",
-                exchange="rows" if exchange == "auto" else exchange,
-                dedup=dedup,
-                constraints=constraints,
-                rates=rates,
-                sparse=sparse,
-            )
-            plans.append(spread)
+            with contextlib.suppress(PlanError):  # pins or memory may forbid it
+                spread = plan_tables(
+                    tables,
+                    topology,
+                    stats=stats,
+                    dense=dense,
+                    split="row_wise",
+                    exchange="rows" if exchange == "auto" else exchange,
+                    dedup=dedup,
+                    constraints=constraints,
+                    rates=rates,
+                    sparse=sparse,
+                )
+                plans.append(spread)
         hot = HotRows(
             plans, stats, rates=rates or Rates(), cost=cost or NO_DENSE, state=state, limit=limit
         )

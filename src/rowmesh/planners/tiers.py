@@ -127,7 +127,8 @@ class HotRows:
         tried += self._everything(cold.base)
         tried += [t for order in self._orders for t in self._three_tiers(order.plan)]
         best = min(tried, key=lambda t: t.step_s, default=cold)
-        if best.step_s > cold.step_s * (1.0 - _LEAST_GAIN):
+        is_idle = not any(accesses.requests for accesses in self._stats.tables.values())
+        if is_idle or best.step_s > cold.step_s * (1.0 - _LEAST_GAIN):
             return self._finish(cold, cold, best)
         return self._finish(best, cold)
 
@@ -150,6 +151,12 @@ class HotRows:
 
     def _best_of(self, k: int) -> _Try:
         fits = [order for order in self._orders if order.most >= k]
+        tables = [table for order in self._orders for table in order.plan.tables]
+        if not fits and not any(_may_be_hot(table) for table in tables):
+            raise PlanError(
+                f"{k:,} hot rows are wanted, but no table can have any: those that owners pool, or "
+                f"that every rank has whole, cannot; leave split and exchange at auto"
+            )
         if not fits:
             raise PlanError(
                 f"{k:,} hot rows are wanted, but only {self.most:,} were asked for in the counted "
@@ -335,7 +342,8 @@ class _Order:
             held = table.row_bytes + table.trainable * (
                 state.row_bytes * len(table.columns()) + state.element_bytes * table.embedding_dim
             )
-            saved = (2.0 * table.row_bytes + _ID) / table.row_bytes
+            gradient = 4.0 * table.embedding_dim * table.trainable
+            saved = (table.row_bytes + gradient + _ID) / table.row_bytes
             owners.append(np.full(len(heat.ids), number))
             scores.append(heat.scores * saved)
             sizes.append(np.full(len(heat.ids), held))

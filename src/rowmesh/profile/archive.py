@@ -50,6 +50,8 @@ def unpack(path: str | Path) -> tuple[dict[str, Any], tuple[TableSummary, ...]]:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as error:
         reason = " ".join(str(error).split())
+        if "allow_pickle" in reason:  # numpy's advice for what is no array
+            reason = "it holds no arrays"
         raise InputError(f"{path} is no profile, or is damaged: {reason}") from None
     return header, tuple(tables)
 

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from rowmesh.data import SyntheticClicks
+from rowmesh.errors import InputError
 from rowmesh.features import JaggedTensor, KeyedJaggedTensor
 from rowmesh.profile import Profile, profile_batches, profile_source
 from rowmesh.tables import EmbeddingBagConfig, TableConfig
@@ -45,7 +46,11 @@ def measure_coverage(
     for name, read in _READERS.items():
         path = data / name
         if path.exists():
-            yield _figures(name, read(path))
+            try:
+                found = read(path)
+            except (ValueError, IndexError, InputError, OSError) as error:
+                raise InputError(f"{path} cannot be counted: {error}") from None
+            yield _figures(name, found)
         else:
             on_missing(
                 f"{path} is not there, so its coverage is left out: give its folder as --data"
@@ -120,6 +125,8 @@ def _profile(features: dict[str, tuple[Ints, Ints]]) -> Profile:
     tables: list[TableConfig] = []
     bags: dict[str, _Bags] = {}
     for name, (ids, lengths) in features.items():
+        if not len(ids):
+            raise InputError("it has no ids")
         seen, rows = np.unique(ids, return_inverse=True)
         bags[name] = _Bags(rows.astype(np.int64), np.concatenate([[0], np.cumsum(lengths)]))
         tables.append(
@@ -127,7 +134,10 @@ def _profile(features: dict[str, tuple[Ints, Ints]]) -> Profile:
                 name=name, num_embeddings=len(seen), embedding_dim=_DIM, feature_names=[name]
             )
         )
-    size = (len(bags[tables[0].name].bounds) - 1) // (_STEPS + 1)
+    samples = len(bags[tables[0].name].bounds) - 1
+    if samples <= _STEPS:
+        raise InputError(f"{samples} samples make fewer than {_STEPS + 1} batches")
+    size = samples // (_STEPS + 1)
 
     def steps() -> Iterator[list[KeyedJaggedTensor]]:
         for s in range(_STEPS + 1):

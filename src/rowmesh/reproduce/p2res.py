@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rowmesh.data import SyntheticClicks
-from rowmesh.errors import InputError
+from rowmesh.errors import InputError, check_range
 from rowmesh.lab import parse_rate
 from rowmesh.reproduce.hosts import run_on_hosts
 from rowmesh.reproduce.sweep import Setting
@@ -49,6 +49,10 @@ class P2res:
                 raise InputError(f"rate {rate!r} is none: hot rows are about slow links")
         if not (self.shapes and self.rates and self.alphas and self.dedups):
             raise InputError("nothing to measure: shapes, rates and alphas must not be empty")
+        for name in ("cap", "dim", "batch", "points", "rounds"):
+            check_range(name, getattr(self, name), 1)
+        for alpha in self.alphas:
+            check_range("alpha", alpha, 0, 100)
 
 
 def settings_of(asked: dict[str, Any]) -> list[Setting]:

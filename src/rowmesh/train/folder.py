@@ -14,6 +14,7 @@ from rowmesh.errors import InputError
 from rowmesh.placement import Plan, load_plan, save_plan
 from rowmesh.topology import Topology
 from rowmesh.train.config import RunConfig
+from rowmesh.train.planning import PlanConfig
 from rowmesh.train.recipes import config_to_json, load_recipe
 from rowmesh.train.tally import StepRecord
 
@@ -107,9 +108,12 @@ class RunFolder:
             partial.replace(self.config)
             save_plan(plan, self.plan)
 
-    def stored_plan(self, topology: Topology) -> Plan | None:
-        """The run's plan if it is for ``topology``: a resumed run then goes on with it."""
-        if not self.plan.is_file():
+    def stored_plan(self, topology: Topology, settings: PlanConfig) -> Plan | None:
+        """The run's plan, if it was made by ``settings`` and is for ``topology``.
+
+        A resumed run then goes on with it.
+        """
+        if not self.plan.is_file() or load_recipe(self.config).plan != settings:
             return None
         plan = load_plan(self.plan)
         return plan if plan.fingerprint == topology.fingerprint() else None

@@ -99,7 +99,7 @@ class Trainer:
     def _choose_plan(self, topology: Topology, resumed: RunFolder | None) -> Plan:
         config, stored = self.config, None
         if resumed is not None and config.plan.file is None:
-            stored = resumed.stored_plan(topology)
+            stored = resumed.stored_plan(topology, config.plan)
         if stored is not None:
             return stored
         return plan_of(config, self.model, topology)
