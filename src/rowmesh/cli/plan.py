@@ -4,7 +4,7 @@ import itertools
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 from typer.core import TyperGroup
 
-from rowmesh.cli.terminal import Alpha, Batch, Exchange, Split, Tiers, one_sentence
+from rowmesh.cli.terminal import Alpha, Batch, Exchange, Settings, Split, Tiers, one_sentence
 from rowmesh.cli.workload import Knowledge, Workload, read_workload, workload_of_run
 from rowmesh.cost import load_calibration
 from rowmesh.data import CRITEO_KAGGLE, SyntheticClicks
@@ -105,6 +105,7 @@ def plan_command(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the plan to this file as JSON.")] = None,
+    settings: Settings = None,
 ) -> None:
     """Print the plan for a cluster, without any cluster.
 
@@ -120,7 +121,9 @@ def plan_command(
             tiers=tiers, profile=None if profile is None else str(profile), topology=topology
         )
         sizes = {"--tables": tables, "--dim": dim, "--cap": cap}
-        workload = _workload(source, sizes, batch=batch, alpha=alpha, knowledge=known)
+        workload = _workload(
+            source, sizes, batch=batch, alpha=alpha, knowledge=known, settings=settings or ()
+        )
         rates = None
         if calibration is not None:
             rates = load_calibration(calibration, topology=topology).rates
@@ -164,12 +167,17 @@ def _workload(
     batch: int,
     alpha: float,
     knowledge: Knowledge,
+    settings: Sequence[str],
 ) -> Workload:
     if source is not None:
         for name, value in sizes.items():
             if value is not None:
                 raise InputError(f"{name} {value} goes without a file, but {source} was given")
-        return read_workload(source, batch_size=batch, alpha=alpha, knowledge=knowledge)
+        return read_workload(
+            source, batch_size=batch, alpha=alpha, knowledge=knowledge, settings=settings
+        )
+    if settings:
+        raise InputError(f"--set {settings[0]} changes a recipe: give one, as in rowmesh plan demo")
     tables, dim, cap = sizes.values()
     number = len(CRITEO_KAGGLE) if tables is None else max(tables, 0)
     rows = tuple(itertools.islice(itertools.cycle(CRITEO_KAGGLE), number))
