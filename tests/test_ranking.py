@@ -6,10 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+import rowmesh as rm
+from rowmesh.cli.view import View
 from rowmesh.errors import InputError
 from rowmesh.features import Batch, KeyedJaggedTensor
 from rowmesh.train.inputs import checked
 from rowmesh.train.ranking import RankingMetrics
+from rowmesh.train.stop import Stop
 
 
 def draw(num_groups: int, size: int, *, levels: int = 10**6) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,3 +103,14 @@ def test_a_batch_with_half_a_group_is_bad_input_on_all_ranks() -> None:
     )
     with pytest.raises(InputError, match="step 3: group 5 has 0 samples"):
         rejected.sparse_features.keys()
+
+
+def test_they_are_printed_where_there_are_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    view = View(num_steps=2, world=1, first_step=0, stop=Stop(rm.init_mesh()))
+    found = {"auc": 0.5, "ne": 1.0, "logloss": 0.7}
+    view.show_evaluation(1, found)
+    view.show_evaluation(1, found | {"groups": 1200.0, "hr_at_10": 0.25, "ndcg_at_10": 0.125})
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith("AUC 0.5000, NE 1.0000, logloss 0.7000")
+    assert "HR" not in first
+    assert "HR@10 0.2500, NDCG@10 0.1250 of 1,200 groups, AUC 0.5000" in second
