@@ -24,8 +24,9 @@ DATA = SyntheticSequences(num_items=60, mean_length=3.0, longest=9, batch_size=9
 
 
 def item_table(**changes: Any) -> rm.EmbeddingConfig:
-    fields = {"num_embeddings": 12, "embedding_dim": 4, "feature_names": ["history", "candidate"]}
-    return rm.EmbeddingConfig(name="item", **(fields | changes))
+    fields: dict[str, Any] = {"name": "item", "num_embeddings": 12, "embedding_dim": 4}
+    fields["feature_names"] = ["history", "candidate"]
+    return rm.EmbeddingConfig(**(fields | changes))
 
 
 def make_din(**options: Any) -> DIN:

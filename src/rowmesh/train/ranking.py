@@ -45,8 +45,8 @@ class RankingMetrics:
         places = _places(scores.detach(), labels == 1, groups)
         is_hit = places <= _TOP
         gains = torch.where(is_hit, 1.0 / torch.log2(places.double() + 1.0), 0.0)
-        sums = [len(places), is_hit.sum(), gains.sum()]
-        self._sums += torch.tensor([float(s) for s in sums], dtype=torch.float64)
+        sums = [float(len(places)), float(is_hit.sum()), float(gains.sum())]
+        self._sums += torch.tensor(sums, dtype=torch.float64)
 
     def state(self) -> Tensor:
         """A copy of the sums, ``[3]`` float64: add those of all ranks, then `from_state`."""
