@@ -152,7 +152,7 @@ class HotRows:
     def _best_of(self, k: int) -> _Try:
         fits = [order for order in self._orders if order.most >= k]
         tables = [table for order in self._orders for table in order.plan.tables]
-        if not fits and not any(_may_be_hot(table) for table in tables):
+        if not fits and not any(may_have_copies(table) for table in tables):
             raise PlanError(
                 f"{k:,} hot rows are wanted, but no table can have any: those that owners pool, or "
                 f"that every rank has whole, cannot; leave split and exchange at auto"

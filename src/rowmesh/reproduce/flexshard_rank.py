@@ -17,7 +17,10 @@ def main() -> None:
     """Calibrate, then table after table."""
     torch.set_num_threads(1)
     words: dict[str, Any] = json.loads(sys.argv[1])
-    asked = FlexShard(**{k: tuple(v) if isinstance(v, list) else v for k, v in words.items()})
+    fields: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in words.items()
+    }
+    asked = FlexShard(**fields)
     with init_mesh() as mesh:
         calibration = calibrate(config_of(asked), mesh)
         for dedup in asked.dedups:

@@ -8,7 +8,7 @@ from torch import nn
 
 from rowmesh.comm.mesh import Mesh
 from rowmesh.cost import load_calibration
-from rowmesh.data import Source, SyntheticClicks
+from rowmesh.data import ItemSequences, Source, SyntheticClicks, SyntheticSequences
 from rowmesh.errors import InputError, PlanError
 from rowmesh.placement import Plan, load_plan
 from rowmesh.planners import Constraints, make_plan, parse_tiers
@@ -31,6 +31,7 @@ __all__ = [
 
 
 _LEAST_BATCHES = 16  # to tell hot rows from lucky ones
+_ASSUMED_BATCH = 2048  # of data whose ranks are not known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,10 +193,20 @@ def _tables(model: nn.Module) -> Iterator[TableConfig]:
 
 
 def assume_stats(model: nn.Module, source: Source) -> Stats:
-    """Accesses of a rank if ids are Zipf: by the source's own law if it is synthetic."""
+    """Accesses of a rank if ids are Zipf: by the source's own law if it is synthetic.
+
+    Histories are as long as the source's are in the mean.
+    """
     tables = list(_tables(model))
+    if isinstance(source, ItemSequences | SyntheticSequences):
+        requests = {"item": source.mean_requests / 2}  # of history and of candidate
+        if isinstance(source, ItemSequences):
+            return Stats.assume(tables, batch_size=_ASSUMED_BATCH, pooling_factors=requests)
+        return Stats.assume(
+            tables, batch_size=source.batch_size, pooling_factors=requests, alpha=source.alpha
+        )
     if not isinstance(source, SyntheticClicks):
-        return Stats.assume(tables, batch_size=2048)
+        return Stats.assume(tables, batch_size=_ASSUMED_BATCH)
     factors = zip((t.name for t in tables), map(float, source.pooling_factors), strict=True)
     return Stats.assume(
         tables, batch_size=source.batch_size, pooling_factors=dict(factors), alpha=source.alpha

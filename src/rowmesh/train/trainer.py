@@ -25,6 +25,7 @@ from rowmesh.train.metrics import ClickMetrics
 from rowmesh.train.model import build_model
 from rowmesh.train.optimiser import make_optimizer, set_learning_rates
 from rowmesh.train.planning import measured
+from rowmesh.train.ranking import RankingMetrics
 from rowmesh.train.refresh import TierRefresh
 from rowmesh.train.stop import Stop
 from rowmesh.train.tally import StepRecord, Tally
@@ -120,7 +121,8 @@ class Trainer:
 
         Returns:
             The same on all ranks, but for the times: what `ClickMetrics.result` says of the
-            held-out batches; ``bayes_auc``, the AUC of planted probabilities; ``bytes`` that all
+            held-out batches; `RankingMetrics.result` where these have groups; ``bayes_auc``, the
+            AUC of planted probabilities; ``bytes`` that all
             ranks sent in training, by link; ``train_s`` and ``samples_per_s`` of all ranks, both
             with the making of the data; ``step_s``, the median step without it; ``forecast``, the
             bytes that a rank should send a step and, if calibrated, its seconds; ``ranks``,
@@ -274,18 +276,21 @@ class Trainer:
         if self._last_batch is None:  # a resumed run that has no step left
             first = next(source.batches(rank=mesh.rank, world=mesh.world))
             self._last_batch = first.to(mesh.device)
-        found, best = ClickMetrics(), ClickMetrics()
+        found, best, ranked = ClickMetrics(), ClickMetrics(), RankingMetrics()
         for batch in mesh.batches(loader, empty=empty_like(self._last_batch)):
             logits = self.model.logits(batch.dense_features, batch.sparse_features)
             true = batch.true_probabilities
             found.update(logits, batch.labels, true)
             if true is not None:
                 best.update(torch.logit(true), batch.labels)
+            if batch.groups is not None:
+                ranked.update(logits, batch.labels, batch.groups)
         whole, bayes = (
             ClickMetrics.from_state(mesh.total(metrics.state()).cpu()).result()
             for metrics in (found, best)
         )
-        result = {**whole, "bayes_auc": bayes["auc"]}
+        places = RankingMetrics.from_state(mesh.total(ranked.state()).cpu()).result()
+        result = {**whole, "bayes_auc": bayes["auc"], **places}
         for listener in listeners:
             listener.show_evaluation(self.step, result)
         return result
