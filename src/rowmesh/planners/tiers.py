@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rowmesh.cost import (
     DenseCost,
@@ -37,9 +36,9 @@ from rowmesh.placement import (
     TablePlan,
     Tier,
     hot_ids,
-    make_hot_set,
 )
 from rowmesh.placement.memory import RULE_STATES, RuleState, bytes_per_rank
+from rowmesh.planners.order import RowOrder, state_bytes
 from rowmesh.planners.per_host import RowTiers, Sums, may_have_copies
 from rowmesh.stats import Stats
 
@@ -109,7 +108,7 @@ class HotRows:
         self._per_host = per_host
         self._stats, self._rates, self._cost = stats, rates, cost
         self._state, self._limit = state, limit
-        self._orders = [_Order(plan, stats, state, limit) for plan in plans]
+        self._orders = [RowOrder(plan, stats, state, limit) for plan in plans]
         self._loads: dict[object, Load] = {}
 
     def choose(self, k: int | None) -> Plan:
@@ -165,7 +164,7 @@ class HotRows:
         tried = [self._time(order, k, sums) for order in fits for sums in _SUMS]
         return min(tried, key=lambda t: t.step_s)
 
-    def _sweep(self, order: "_Order") -> list[_Try]:
+    def _sweep(self, order: RowOrder) -> list[_Try]:
         """k from few to all candidates, then finer around the best."""
         if not order.most:
             return []
@@ -177,7 +176,7 @@ class HotRows:
         finer = np.setdiff1d(np.linspace(low, high, _POINTS // 2).astype(int), grid)
         return tried + [self._time(order, int(k), best.sums) for k in finer]
 
-    def _time(self, order: "_Order", k: int, sums: Sums) -> _Try:
+    def _time(self, order: RowOrder, k: int, sums: Sums) -> _Try:
         """The time of a step, from the loads of tables that were seen before where possible."""
         plan, lines = order.plan, 0
         total = no_load(plan.mesh.topology.world)
@@ -223,7 +222,7 @@ class HotRows:
         found = []
         for sums in _SUMS:
             copied = _copy_all(plan, sums)
-            held = max(bytes_per_rank(copied, **_state_bytes(self._state)))
+            held = max(bytes_per_rank(copied, **state_bytes(self._state)))
             if self._limit is None or held <= self._limit:
                 time = plan_time(
                     copied,
@@ -239,7 +238,7 @@ class HotRows:
         """Cuts at prices of memory, from none copied to all that fits."""
         if not self._per_host or 1 in (plan.mesh.hosts, plan.mesh.local):
             return []
-        held = max(bytes_per_rank(plan, **_state_bytes(self._state)))
+        held = max(bytes_per_rank(plan, **state_bytes(self._state)))
         found = []
         for sums in _SUMS:
             cut = RowTiers(plan, self._stats, rates=self._rates, state=self._state, sums=sums)
@@ -250,7 +249,7 @@ class HotRows:
             for price in np.geomspace(high, low, _PRICES)[1:]:
                 tiers = cut.at(float(price))
                 if self._limit is None or (
-                    max(bytes_per_rank(tiers, **_state_bytes(self._state))) <= self._limit
+                    max(bytes_per_rank(tiers, **state_bytes(self._state))) <= self._limit
                 ):
                     time = plan_time(
                         tiers,
@@ -283,7 +282,7 @@ class HotRows:
                 if count:
                     covered += self._stats.tables[table.name].part(count)[0].requests
             rows, plan = k, order.with_hot(counts, chosen.sums)
-        bytes_of = _state_bytes(self._state)
+        bytes_of = state_bytes(self._state)
         held = np.array(bytes_per_rank(plan, **bytes_of)) - bytes_per_rank(cold.base, **bytes_of)
         choice = HotChoice(
             rows=rows,
@@ -329,55 +328,6 @@ def choose_tiers(
     return hot.choose(parse_tiers(tiers))
 
 
-class _Order:
-    """The rows of a plan's tables that may be hot, in the order in which they become it."""
-
-    def __init__(self, plan: Plan, stats: Stats, state: RuleState, limit: int | None) -> None:
-        self.plan = plan
-        owners, scores, sizes = [], [], []
-        for number, table in enumerate(plan.tables):
-            heat = stats.tables[table.name].heat
-            if heat is None or not may_have_copies(table):
-                continue
-            held = table.row_bytes + table.trainable * (
-                state.row_bytes * len(table.columns()) + state.element_bytes * table.embedding_dim
-            )
-            gradient = 4.0 * table.embedding_dim * table.trainable
-            saved = (table.row_bytes + gradient + _ID) / table.row_bytes
-            owners.append(np.full(len(heat.ids), number))
-            scores.append(heat.scores * saved)
-            sizes.append(np.full(len(heat.ids), held))
-        nothing: list[NDArray[np.int64]] = [np.empty(0, dtype=np.int64)]
-        score = np.concatenate([*scores, *nothing])
-        order = np.argsort(-score, kind="stable")
-        self._owners = np.concatenate([*owners, *nothing])[order].astype(np.int64)
-        self._heats = {t.name: stats.tables[t.name].heat for t in plan.tables}
-        self.most = len(order)
-        if limit is not None:
-            room = limit - max(bytes_per_rank(plan, **_state_bytes(state)))
-            used = np.cumsum(np.concatenate([*sizes, *nothing])[order])
-            self.most = int(np.searchsorted(used, room, side="right"))
-
-    def counts(self, k: int) -> list[int]:
-        """Hot rows of each table when there are ``k`` in all: its hottest."""
-        counts: list[int] = np.bincount(self._owners[:k], minlength=len(self.plan.tables)).tolist()
-        return counts
-
-    def with_hot(self, counts: Sequence[int], sums: Sums) -> Plan:
-        """The plan with so many hot rows of each table."""
-        everyone = tuple(range(self.plan.mesh.topology.world))
-        tables = []
-        for table, count in zip(self.plan.tables, counts, strict=True):
-            heat = self._heats[table.name]
-            if not count or heat is None:
-                tables.append(table)
-                continue
-            rows = make_hot_set(table.name, heat.ids[:count])
-            tier = Tier(ranks=everyone, copies=Copies.WORLD, rows=rows, sums=sums)
-            tables.append(replace(table, tiers=(tier, *table.tiers)))
-        return replace(self.plan, tables=tuple(tables))
-
-
 def _copy_all(plan: Plan, sums: Sums) -> Plan:
     everyone = tuple(range(plan.mesh.topology.world))
     tier = Tier(ranks=everyone, copies=Copies.WORLD, split=Split(), sums=sums)
@@ -393,10 +343,3 @@ def _num_rows(tried: _Try) -> int:
     if tried.tiers is not None:
         return sum(hot.count for t in tried.tiers.tables for _, hot in t.hot)
     return sum(t.num_embeddings for t in tried.base.tables) if tried.k is None else tried.k
-
-
-def _state_bytes(state: RuleState) -> dict[str, int]:
-    return {
-        "state_bytes_per_row": state.row_bytes,
-        "state_bytes_per_element": state.element_bytes,
-    }

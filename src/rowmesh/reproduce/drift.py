@@ -36,9 +36,9 @@ class Drifting:
     """
 
     shape: tuple[int, int] = (2, 2)
-    drift_every: int = 20
-    refresh: int = 100
-    windows: int = 6
+    drift_every: int = 100
+    refresh: int = 50
+    windows: int = 20
     budget: float = 1.25
 
 
@@ -68,7 +68,7 @@ def measure_drift(asked: FlexShard, how: Drifting, *, dedup: bool) -> dict[str, 
         inside = range(first, first + how.refresh, max(1, how.refresh // _COUNTED))
         plans = {
             "fixed": fixed,
-            "refresh": choose(range(first - _COUNTED, first)),
+            "refresh": choose(range(max(0, first - _COUNTED), first)),
             "oracle": choose(inside[:_COUNTED]),
         }
         gap = how.refresh // _LOOKED_AT
