@@ -11,7 +11,9 @@ dedup), P_h = 1 - (1 - p)^L, P_any = 1 - (1 - p)^W::
     everywhere    2 (g + 4) (L - 1) / L              2 (g + 4) (H - 1) / H / L        dense sums
                   (p + P_any) (g + id) (L - 1) / W   (p + P_any) (g + id) (W - L) / W    sparse
 
-Ids of rows with copies are always deduplicated, so theirs are p whatever the table says.
+Ids of rows with copies are always deduplicated, so theirs are p whatever the table says. Gradients
+(the g above) may travel under the backward of the dense layers: a share of them can be taken for
+hidden, up to all, when only what the forward waits for counts.
 """
 
 from dataclasses import dataclass, replace
@@ -65,6 +67,7 @@ class RowTiers:
         state: Of the update rule.
         sums: Of rows on every rank.
         per_host: Whether rows may have copies per host.
+        hidden: Share of the time of gradients that does not count.
     """
 
     def __init__(
@@ -76,13 +79,15 @@ class RowTiers:
         state: RuleState,
         sums: Sums = "sparse",
         per_host: bool = True,
+        hidden: float = 0.0,
     ) -> None:
         self.plan, self._sums, self._local = plan, sums, plan.mesh.local
         self.rows = []
         for number, table in enumerate(plan.tables):
             heat = stats.tables[table.name].heat
             if heat is not None and may_have_copies(table):
-                seconds = _seconds(table, heat, plan.mesh.topology, rates, sums)
+                forward, backward = _seconds(table, heat, plan.mesh.topology, rates, sums)
+                seconds = forward + (1.0 - hidden) * backward
                 if not per_host:
                     seconds[PER_HOST] = np.inf
                 held = _held(table, state, self._local) * np.ones((1, len(heat.ids)))
@@ -162,27 +167,34 @@ def _held(table: TablePlan, state: RuleState, local: int) -> Floats:
     return np.array([[0.0], [row / local], [float(row)]])
 
 
-def _seconds(table: TablePlan, heat: Heat, topology: Topology, rates: Rates, sums: Sums) -> Floats:
-    """Seconds of a step that each row takes in each tier."""
+def _seconds(
+    table: TablePlan, heat: Heat, topology: Topology, rates: Rates, sums: Sums
+) -> tuple[Floats, Floats]:
+    """Seconds of a step that each row takes in each tier: of its forward, and of gradients."""
     hosts, local, world = topology.hosts, topology.local, topology.world
     p = _mean_by_score(heat, heat.presence)
     u = p if table.dedup else _mean_by_score(heat, heat.requests)
     gradient = 4.0 * table.embedding_dim * table.trainable
-    fetched = table.row_bytes + gradient + _ID
     summed = (gradient + _ID) if table.trainable else 0.0
-    of_host, of_any = 1.0 - (1.0 - p) ** local, 1.0 - (1.0 - p) ** world
-    inside = [u * fetched * (local - 1) / world, p * fetched * (local - 1) / local]
-    across = [u * fetched * (world - local) / world]
-    across.append((of_host + of_any) * summed * (hosts - 1) / hosts / local)
+    line = 2.0 * (gradient + 4.0) * table.trainable
+    nothing = np.zeros(len(p))
+    any_of_host, any_of_all = 1.0 - (1.0 - p) ** local, 1.0 - (1.0 - p) ** world
+    near, far = (local - 1) / world, (world - local) / world  # of ranks, those inside and across
+    beside, across = (local - 1) / local, (hosts - 1) / hosts / local
+    fetched = table.row_bytes + _ID
+    forward = [
+        [u * fetched * near, p * fetched * beside, nothing],
+        [u * fetched * far, nothing, nothing],
+    ]
+    everywhere = [nothing + line * beside, nothing + line * across]
     if sums == "sparse":
-        inside.append((p + of_any) * summed * (local - 1) / world)
-        across.append((p + of_any) * summed * (world - local) / world)
-    else:
-        line = 2.0 * (gradient + 4.0) * table.trainable
-        inside.append(np.full(len(p), line * (local - 1) / local))
-        across.append(np.full(len(p), line * (hosts - 1) / hosts / local))
-    found = np.stack(inside) / rates.host_bytes_per_s
-    found += np.stack(across) * local / rates.cross_bytes_per_s
+        everywhere = [(p + any_of_all) * summed * share for share in (near, far)]
+    backward = [
+        [u * gradient * near, p * gradient * beside, everywhere[0]],
+        [u * gradient * far, (any_of_host + any_of_all) * summed * across, everywhere[1]],
+    ]
+    speeds = np.array([rates.host_bytes_per_s, rates.cross_bytes_per_s / local])[:, None, None]
+    first, second = ((np.array(part) / speeds).sum(0) for part in (forward, backward))
     if hosts == 1 or local == 1:
-        found[PER_HOST] = np.inf
-    return found
+        first[PER_HOST] = np.inf
+    return first, second

@@ -7,6 +7,7 @@ have several ranks, cuts into three tiers at several prices of memory (FlexShard
 `rowmesh.planners.per_host`) are tried, too.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -47,7 +48,7 @@ __all__ = ["NO_DENSE", "HotRows", "choose_tiers", "parse_tiers"]
 _SUMS: Final[tuple[Sums, ...]] = ("sparse", "dense", "bucket")
 _ID = 4.0
 _POINTS = 16  # values of k that are tried first, and again around the best of them
-_PRICES = 9  # of memory that are tried
+_PRICES = 7  # of memory that are tried
 _CHEAPEST = 1e-6  # of them, relative to the one at which nothing is copied
 _LEAST_GAIN = 0.025  # of a step: less is within the error of the model, and costs memory
 NO_DENSE: Final = DenseCost(flops=0.0, parameters=0.0, forward_s=0.0, backward_s=0.0, step_s=0.0)
@@ -240,8 +241,15 @@ class HotRows:
             return []
         held = max(bytes_per_rank(plan, **state_bytes(self._state)))
         found = []
-        for sums in _SUMS:
-            cut = RowTiers(plan, self._stats, rates=self._rates, state=self._state, sums=sums)
+        for sums, hidden in itertools.product(("sparse", "bucket"), (0.0, 1.0)):
+            cut = RowTiers(
+                plan,
+                self._stats,
+                rates=self._rates,
+                state=self._state,
+                sums=sums,  # type: ignore[arg-type]
+                hidden=hidden,
+            )
             high = cut.dearest
             low = high * _CHEAPEST
             if self._limit is not None:
@@ -258,7 +266,7 @@ class HotRows:
                         cost=self._cost,
                         state=self._state,
                     )
-                    found.append(_Try(plan, 0, sums, time.total_s, tiers))
+                    found.append(_Try(plan, 0, "sparse", time.total_s, tiers))
         return found
 
     def _finish(self, chosen: _Try, cold: _Try, best: _Try | None = None) -> Plan:

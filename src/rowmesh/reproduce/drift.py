@@ -59,7 +59,7 @@ def measure_drift(asked: FlexShard, how: Drifting, *, dedup: bool) -> dict[str, 
     base = make_plan(model, topology, stats=stats, split="row_wise", exchange="rows", dedup=dedup)
 
     def choose(steps: Sequence[int]) -> Plan:
-        return within(base, _stats(source, tables, steps), Rates(), how.budget)
+        return within(base, _stats(source, tables, steps), Rates(), how.budget, hidden=1.0)
 
     fixed = choose(range(_COUNTED))
     found: dict[str, list[tuple[float, float]]] = {"fixed": [], "refresh": [], "oracle": []}

@@ -143,10 +143,12 @@ def _plans(
         rates=rates,
     )
     named = [("row-wise", row_wise)]
-    kinds = [("hot", False), ("three tiers", True)][: 1 + (mesh.topology.local > 1)]
+    kinds = [("hot", False, 0.0), ("hot, forward", False, 1.0)]
+    if mesh.topology.local > 1:
+        kinds += [("three tiers", True, 0.0), ("three tiers, forward", True, 1.0)]
     for budget in asked.budgets:
-        for word, per_host in kinds:
-            plan = within(row_wise, stats, rates, budget, per_host=per_host)
+        for word, per_host, hidden in kinds:
+            plan = within(row_wise, stats, rates, budget, per_host=per_host, hidden=hidden)
             if plan not in [known for _, known in named]:
                 named.append((f"{word} {budget}x", plan))
     told = [
@@ -162,7 +164,15 @@ def _plans(
     return told, merged_bytes(row_wise, everyone) / 1e6
 
 
-def within(plan: Plan, stats: Stats, rates: Rates, budget: float, *, per_host: bool = True) -> Plan:
+def within(
+    plan: Plan,
+    stats: Stats,
+    rates: Rates,
+    budget: float,
+    *,
+    per_host: bool = True,
+    hidden: float = 0.0,
+) -> Plan:
     """Tiers that take at most ``budget`` times the memory of ``plan``, by the price of memory.
 
     Of the three ways to add up gradients of rows on every rank, the one with the least time by the
@@ -171,7 +181,15 @@ def within(plan: Plan, stats: Stats, rates: Rates, budget: float, *, per_host: b
     held = max(bytes_per_rank(plan))
     found = []
     for sums in ("sparse", "bucket"):
-        tiers = RowTiers(plan, stats, rates=rates, state=_STATE, sums=sums, per_host=per_host)
+        tiers = RowTiers(
+            plan,
+            stats,
+            rates=rates,
+            state=_STATE,
+            sums=sums,  # type: ignore[arg-type]
+            per_host=per_host,
+            hidden=hidden,
+        )
         price = tiers.price_within((budget - 1.0) * held)
         found.append((tiers.seconds_at(price), tiers.at(price)))
     return min(found, key=lambda pair: pair[0])[1]
