@@ -157,9 +157,10 @@ class ItemSequences:
         return self._train(rank, world, start)
 
     def held_out(self, *, rank: int, world: int) -> Iterator[Batch]:
-        """This rank's batches of held-out events, by user or time, with about as many samples.
+        """This rank's batches of held-out events, with about as many samples as in training.
 
-        All ranks get the same number, the last ones maybe empty.
+        Events are in a random order, the same for every seed, so that the first batches are a
+        fair part of all. All ranks get the same number of batches, the last ones maybe empty.
         """
         _check_rank(rank, world)
         events = self._content().held
@@ -206,6 +207,9 @@ class ItemSequences:
                     f"{self.path} has no item to train on: all are the first of their user, or "
                     f"held out"
                 )
+            # At random: the first users of a file need not be like the others, and the first
+            # batches are what `training.eval_batches` takes.
+            held = held[np.random.default_rng([_SHUFFLE]).permutation(len(held))]
             self._cache.content = _Content(sequences, Negatives(sequences), train, held)
         return self._cache.content
 
