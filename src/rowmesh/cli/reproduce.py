@@ -135,7 +135,8 @@ def flexshard_command(
         drifts: list[dict[str, Any]] = []
         for switch in what.dedups if "drift" in wanted else ():
             _say(f"drift, {'dedup' if switch else 'no dedup'}")
-            drifts.append(measure_drift(what, Drifting(), dedup=switch))
+            for hidden in (0.0, 1.0):
+                drifts.append(measure_drift(what, Drifting(hidden=hidden), dedup=switch))
         cases: list[dict[str, Any]] = []
         for case in measure_flexshard(what, on_stage=_say) if "tiers" in wanted else ():
             cases.append(case)

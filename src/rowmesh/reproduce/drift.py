@@ -33,6 +33,7 @@ class Drifting:
         refresh: Steps between choices of tiers.
         windows: Stretches of ``refresh`` steps that are looked at, after the first.
         budget: Memory of a rank, relative to row-wise.
+        hidden: As for `RowTiers`: 0 counts all time, 1 what the forward waits for.
     """
 
     shape: tuple[int, int] = (2, 2)
@@ -40,6 +41,7 @@ class Drifting:
     refresh: int = 50
     windows: int = 20
     budget: float = 1.25
+    hidden: float = 0.0
 
 
 def measure_drift(asked: FlexShard, how: Drifting, *, dedup: bool) -> dict[str, Any]:
@@ -59,7 +61,7 @@ def measure_drift(asked: FlexShard, how: Drifting, *, dedup: bool) -> dict[str, 
     base = make_plan(model, topology, stats=stats, split="row_wise", exchange="rows", dedup=dedup)
 
     def choose(steps: Sequence[int]) -> Plan:
-        return within(base, _stats(source, tables, steps), Rates(), how.budget, hidden=1.0)
+        return within(base, _stats(source, tables, steps), Rates(), how.budget, hidden=how.hidden)
 
     fixed = choose(range(_COUNTED))
     found: dict[str, list[tuple[float, float]]] = {"fixed": [], "refresh": [], "oracle": []}
@@ -82,6 +84,7 @@ def measure_drift(asked: FlexShard, how: Drifting, *, dedup: bool) -> dict[str, 
         "drift_every": how.drift_every,
         "refresh": how.refresh,
         "budget": how.budget,
+        "hidden": how.hidden,
         "policies": {
             name: {
                 "cross_mb": fmean(pair[0] for pair in pairs),

@@ -186,7 +186,7 @@ def within(
             stats,
             rates=rates,
             state=_STATE,
-            sums=sums,  # type: ignore[arg-type]
+            sums=sums,
             per_host=per_host,
             hidden=hidden,
         )
