@@ -104,8 +104,8 @@ def _render_drift(drifts: Sequence[dict[str, Any]]) -> list[str]:
         "step before): with tiers of the first batches, chosen again from the last 32 batches, and",
         "chosen from the batches to come.",
         "",
-        "| hosts | dedup | tiers by | drift, refresh (steps) | MB fixed | refresh | oracle | over oracle | "
-        "late fixed | refresh | oracle | over oracle |",
+        "| hosts | dedup | tiers by | drift, refresh (steps) | MB fixed | refresh | oracle | "
+        "over oracle | late fixed | refresh | oracle | over oracle |",
         "|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for drift in drifts:
@@ -118,8 +118,10 @@ def _render_drift(drifts: Sequence[dict[str, Any]]) -> list[str]:
             cells += [f"{fixed:,.2f}", f"{refresh:,.2f}", f"{oracle:,.2f}"]
             cells.append(f"{refresh / oracle - 1.0:+.1%}")
         dedup = "yes" if drift["dedup"] else "no"
+        objective = "forward" if drift["hidden"] else "time"
         lines.append(
-            f"| {hosts}x{local} | {dedup} | {'forward' if drift['hidden'] else 'time'} | {drift['drift_every']}, {drift['refresh']} | "
+            f"| {hosts}x{local} | {dedup} | {objective} | "
+            f"{drift['drift_every']}, {drift['refresh']} | "
             f"{' | '.join(cells)} |"
         )
     return [*lines, ""]
