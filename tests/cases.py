@@ -29,6 +29,7 @@ from rowmesh.placement.columns import num_blocks
 from rowmesh.placement.dense import bucket_elements
 from rowmesh.runtime.embeddings import sharded_engines
 from rowmesh.runtime.export import full_sparse_state
+from rowmesh.runtime.retier import change_tiers
 from rowmesh.tables import PoolingType, dense_parameters, parse_dtype
 
 RULES = {
@@ -62,6 +63,8 @@ class Table:
     trainable: bool = True
     hot: tuple[int, ...] = ()
     sums: str = "sparse"  # of hot rows, or of the copies
+    per_host: tuple[int, ...] = ()  # rows with a copy per host
+    holder: int | None = None  # the local rank that has all of them; None if they are split
 
     @property
     def split(self) -> Split:
@@ -92,10 +95,25 @@ class Case:
     accumulate: int = 1
     skips_first: bool = False
     has_unused: bool = True
+    later: tuple[Collection, ...] = ()  # with other hot rows, from the second step on
 
     @property
     def num_features(self) -> int:
         return sum(t.features for c in self.collections for t in c.tables)
+
+    def _per_host(self, name: str, table: Table) -> Tier:
+        rows = make_hot_set(name, np.array(table.per_host))
+        if table.holder is None:
+            split = Split(kind="boxes", rows="host")
+            ranks = tuple(range(self.world))
+            return Tier(ranks=ranks, copies=Copies.HOST, rows=rows, split=split)
+        ranks = tuple(range(table.holder, self.world, self.world // self.hosts))
+        return Tier(ranks=ranks, copies=Copies.HOST, rows=rows)
+
+    def plan_at(self, step: int) -> Plan:
+        """The plan of a step: hot rows may change after the first."""
+        changed = bool(self.later) and step > 0
+        return replace(self, collections=self.later, later=()).plan() if changed else self.plan()
 
     def plan(self) -> Plan:
         tables = []
@@ -109,8 +127,14 @@ class Case:
                     split=table.split,
                     sums=table.sums if everywhere else "sparse",
                 )
-                hot = make_hot_set(config.name, np.array(table.hot)) if table.hot else None
-                tier = hot and Tier(ranks=world, copies=Copies.WORLD, rows=hot, sums=table.sums)
+                tiers = [rest]
+                if table.per_host:
+                    tiers.insert(0, self._per_host(config.name, table))
+                if table.hot:
+                    hot = make_hot_set(config.name, np.array(table.hot))
+                    tiers.insert(
+                        0, Tier(ranks=world, copies=Copies.WORLD, rows=hot, sums=table.sums)
+                    )
                 tables.append(
                     TablePlan(
                         name=config.name,
@@ -121,7 +145,7 @@ class Case:
                         pooling=PoolingType(str(config.pooling)),
                         feature_names=tuple(config.feature_names),
                         virtual_shards=table.shards,
-                        tiers=(tier, rest) if tier else (rest,),
+                        tiers=tuple(tiers),
                         exchange=Exchange(table.exchange),
                         dedup=table.dedup,
                         trainable=table.trainable,
@@ -235,6 +259,14 @@ class Run:
     weights: dict[str, Tensor]
     states: dict[str, dict[str, Tensor]]
     copies: list[Tensor]
+    host_copies: list[Tensor]
+
+
+def host_copies_of(mesh: Mesh, model: nn.Module) -> list[Tensor]:
+    """Rows and state that this rank holds for its host: the same on its peers."""
+    stacks = [s for e in sharded_engines(model) for s in e.stacks]
+    found = [s.host_copies(mesh.rank) for s in stacks]
+    return found + [s.host_copies(mesh.rank, v) for s in stacks for v in s.home_state.values()]
 
 
 def train_case(mesh: Mesh, case: Case) -> Run:
@@ -256,11 +288,20 @@ def train_case(mesh: Mesh, case: Case) -> Run:
             mesh.mean(found).backward()
         optimizer.step()
         optimizer.zero_grad()
+        if case.later and start == 0:
+            change_tiers(model, case.plan_at(1), optimizer=optimizer)
         losses.append(found.detach())
-        ledgers.append(mesh.ledger.by_edge())
+        ledgers.append({e: n for e, n in mesh.ledger.by_edge().items() if e != "tier move"})
     stacks = [s for e in sharded_engines(model) for s in e.stacks]
     copies = [s.copies for s in stacks] + [v for s in stacks for v in s.copies_state.values()]
-    return Run(losses, ledgers, rm.full_state_dict(model), full_sparse_state(model), copies)
+    return Run(
+        losses,
+        ledgers,
+        rm.full_state_dict(model),
+        full_sparse_state(model),
+        copies,
+        host_copies_of(mesh, model),
+    )
 
 
 def oracle_case(case: Case) -> Run:
@@ -273,7 +314,7 @@ def oracle_case(case: Case) -> Run:
         steps = range(start, min(start + case.accumulate, len(case.ids)))
         parts = [[case.batch(step, rank) for step in steps] for rank in range(case.world)]
         losses.append(oracle.step_accumulated(parts))
-    return Run(losses, [], dict(oracle.model.state_dict()), oracle.states, [])
+    return Run(losses, [], dict(oracle.model.state_dict()), oracle.states, [], [])
 
 
 @st.composite
@@ -306,6 +347,24 @@ def places(
 
 
 @st.composite
+def tiers(draw: st.DrawFn, table: Table, local: int) -> dict[str, Any]:
+    """Hot rows of a table, on every rank and per host."""
+    hot: list[int] = []
+    per_host: list[int] = []
+    if table.ranks and table.exchange == "rows":
+        ids = st.lists(st.integers(0, table.rows - 1), unique=True, max_size=table.rows)
+        some = st.one_of(st.just([]), ids, st.just(list(range(table.rows))))
+        hot = draw(some)
+        per_host = sorted(set(draw(some)) - set(hot))
+    return {
+        "hot": tuple(hot),
+        "per_host": tuple(per_host),
+        "holder": draw(st.one_of(st.none(), st.integers(0, local - 1))),
+        "sums": draw(st.sampled_from(["sparse", "sparse", "dense", "bucket"])),
+    }
+
+
+@st.composite
 def tables(
     draw: st.DrawFn, world: int, hosts: int, kind: str, exact: bool, place: str | None = None
 ) -> Table:
@@ -316,22 +375,16 @@ def tables(
     rows, exchange = draw(st.integers(1, 40)), "rows"
     if pooled_ok:
         exchange = draw(st.sampled_from(["rows", "pooled"]))
-    hot: list[int] = []
-    if placed.ranks and exchange == "rows":
-        ids = st.lists(st.integers(0, rows - 1), unique=True, max_size=rows)
-        hot = draw(st.one_of(st.just([]), ids, st.just(list(range(rows)))))
+    placed = replace(placed, rows=rows, exchange=exchange)
     return replace(
         placed,
-        rows=rows,
+        **draw(tiers(placed, world // hosts)),
         features=draw(st.integers(1, 2)),
         mean=kind == "bags" and draw(st.booleans()),
         dtype=draw(st.sampled_from(["fp32", "fp32", "fp32", "fp16", "bf16"])) if exact else "fp32",
-        exchange=exchange,
         dedup=draw(st.booleans()),
         shards=draw(st.sampled_from([4, 5, 16, 256])),
         trainable=draw(st.integers(0, 7)) > 0,
-        hot=tuple(hot),
-        sums=draw(st.sampled_from(["sparse", "sparse", "dense", "bucket"])),
     )
 
 
@@ -365,6 +418,7 @@ def cases(
             exchange="pooled",
             dtype="fp32",
             hot=(),
+            per_host=(),
         )
         collections = (Collection(kind="bags", tables=(split, *collections[0].tables[1:])),)
     if place is not None:
@@ -382,10 +436,20 @@ def cases(
             num_samples = draw(st.integers(0, 4))
             ranks.append([[draw(_bag(rows)) for _ in range(num_samples)] for rows in sizes])
         steps.append(ranks)
+    later: tuple[Collection, ...] = ()
+    if draw(st.integers(0, 3)) == 0:
+        later = tuple(
+            replace(c, tables=tuple(draw(_with_other_tiers(t, world // hosts)) for t in c.tables))
+            for c in collections
+        )
+    trees = ["flat", "host-first"]
+    every = [t for c in (*collections, *later) for t in c.tables]
+    if 1 < hosts < world and any(t.per_host for t in every):
+        trees = ["host-first"]
     return Case(
         world=world,
         hosts=hosts,
-        tree=draw(st.sampled_from(["flat", "host-first"])),
+        tree=draw(st.sampled_from(trees)),
         collections=collections,
         ids=steps,
         rule=draw(st.sampled_from(sorted(RULES))),
@@ -393,7 +457,15 @@ def cases(
         accumulate=accumulate,
         skips_first=draw(st.booleans()),
         has_unused=draw(st.booleans()),
+        later=later,
     )
+
+
+@st.composite
+def _with_other_tiers(draw: st.DrawFn, table: Table, local: int) -> Table:
+    """Only hot rows may change: sums of a table that is copied whole stay."""
+    changed = draw(tiers(table, local))
+    return replace(table, **(changed if table.ranks else {}))
 
 
 def _bag(rows: int) -> st.SearchStrategy[list[int]]:

@@ -53,6 +53,12 @@ def differences(case: Case, runs: list[Run], *, tolerance: float) -> list[str]:
         for i, (ours, first) in enumerate(zip(run.copies, runs[0].copies, strict=True)):
             if not torch.equal(ours, first):
                 found.append(f"copies {i} of rank {rank} and rank 0")
+        peer = rank % (case.world // case.hosts)
+        for i, (ours, theirs) in enumerate(
+            zip(run.host_copies, runs[peer].host_copies, strict=True)
+        ):
+            if not torch.equal(ours, theirs):
+                found.append(f"host copies {i} of rank {rank} and rank {peer}")
     return found
 
 
@@ -68,7 +74,7 @@ def check(case: Case, *, tolerance: float) -> None:
             features = [case.batch(step, rank)["features"] for rank in range(len(ids))]
             paths = {t.collection for t in case.plan().tables}
             predicted = rm.predict(
-                case.plan(),
+                case.plan_at(step),
                 [dict.fromkeys(paths, f) for f in features],
                 adds_squares=RULES[case.rule].adds_squares,
             )

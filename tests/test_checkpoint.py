@@ -27,7 +27,17 @@ from rowmesh.runtime.export import full_sparse_state
 from rowmesh.train.checkpoint.planning import BoxSavePlanner
 from rowmesh.train.checkpoint.saving import Save
 from rowmesh.train.checkpoint.storage import BoxReader
-from tests.cases import DENSE, RULES, Case, Collection, Model, Table, cases, tables
+from tests.cases import (
+    DENSE,
+    RULES,
+    Case,
+    Collection,
+    Model,
+    Table,
+    cases,
+    host_copies_of,
+    tables,
+)
 from tests.ranks import run_on_ranks
 from tests.test_central_property import SUITE
 
@@ -77,6 +87,12 @@ def mark_rows(mesh: Mesh, model: nn.Module) -> None:
     """State that tells every row and column apart, the same under every plan."""
     for stack in (s for e in sharded_engines(model) for s in e.stacks):
         regions = [r for r in stack.layout.home if r.rank == mesh.rank]
+        first = stack.layout.home_slots[mesh.rank]
+        regions += [
+            replace(r, start=first + r.start)
+            for r in stack.layout.host_copies
+            if r.holder == mesh.rank % mesh.topology.local
+        ]
         for states, held in (
             (stack.home_state, regions),
             (stack.copies_state, (*stack.layout.copied, *stack.layout.hot)),
@@ -128,8 +144,9 @@ def load_runs(mesh: Mesh, variants: list[Case], folder: str) -> Any:
         copies += [
             v for e in sharded_engines(model) for s in e.stacks for v in s.copies_state.values()
         ]
+        shared = [tensor.clone() for tensor in host_copies_of(mesh, model)]
         losses = train(mesh, model, optimizer, case.batches_of(mesh.rank)[:1])
-        found.append((state, state_of(model, optimizer), losses, copies))
+        found.append((state, state_of(model, optimizer), losses, copies, shared))
     return found
 
 
@@ -175,11 +192,14 @@ def test_loads_under_every_plan_and_world(
     for (world, hosts), group in by_mesh.items():
         found = run_on_ranks(world, load_runs, group, folder, hosts=hosts)
         for i, case in enumerate(group):
-            state, later, _, _ = found[0][i]
+            state, later, *_ = found[0][i]
             assert different(state, saved) == []
             for rank in range(world):
                 for ours, first in zip(found[rank][i][3], found[0][i][3], strict=True):
                     assert torch.equal(ours, first), f"copies of rank {rank}"
+                peer = rank % (world // hosts)
+                for ours, theirs in zip(found[rank][i][4], found[peer][i][4], strict=True):
+                    assert torch.equal(ours, theirs), f"host copies of rank {rank}"
             if case is base:
                 assert different(later, after) == []
                 for rank in range(world):

@@ -226,8 +226,10 @@ def test_accesses_of_parts_add_up(data: st.DataObject) -> None:
     assert all(
         a + b == pytest.approx(c) for a, b, c in zip(hot.growth, cold.growth, growth, strict=True)
     )
+    assert cold.heat is not None
+    assert cold.heat.ids.tolist() == [i for i in range(n) if i not in chosen]
     with pytest.raises(InputError, match="do not know single rows"):
-        cold.part(chosen)
+        hot.part(chosen)
 
 
 @pytest.mark.parametrize("sums", ["sparse", "dense", "bucket"])
@@ -299,7 +301,7 @@ def test_without_dedup_hot_rows_pay_and_a_fast_network_needs_none() -> None:
     stats = stats_of(tables, zipf_batches(rows, count=20, requests=2000))
     slow = choose(tables, stats)
     assert slow.hot is not None
-    assert slow.hot.rows > 0
+    assert slow.hot.rows + slow.hot.host_rows > 0
     assert slow.hot.step_s < 0.7 * slow.hot.step_s_cold
     assert 0.3 < slow.hot.coverage <= 1.0
     assert str(slow.hot) in str(slow)

@@ -21,6 +21,7 @@ from rowmesh.runtime import (
     routes,
     shard,
     squares,
+    sums,
 )
 from tests.cases import Case, Collection, Run, Table, train_case
 from tests.ranks import RankError, run_on_ranks
@@ -29,8 +30,8 @@ from tests.test_central_property import differences
 
 def make_case(world: int) -> Case:
     """Copies, a whole table pooled by its owner, row-wise tables whose ranks are not sorted, two
-    of them with hot rows; on four ranks of two hosts also columns on two hosts with hot rows, and
-    a grid whose sums are relayed."""
+    of them with hot rows; on four ranks of two hosts also columns on two hosts with hot rows and
+    copies per host, and a grid whose sums are relayed."""
     everyone = tuple(reversed(range(world)))
     tables = (
         Table(rows=8, dim=4, ranks=()),
@@ -41,7 +42,8 @@ def make_case(world: int) -> Case:
     )
     if world == 4:
         tables += (
-            Table(rows=8, dim=8, ranks=(3, 0), columns=2, hot=(1, 2, 7)),
+            Table(rows=8, dim=8, ranks=(3, 0), columns=2, hot=(1, 2, 7), per_host=(0, 3, 5)),
+            Table(rows=16, dim=4, ranks=everyone, per_host=(0, 1, 3, 8, 10, 15)),
             Table(rows=8, dim=8, ranks=(2, 3, 1, 0), columns=2, by_host=True, exchange="pooled"),
         )
     bags = [[0, 3, 3], [5, 1], [7, 3, 3, 2]]
@@ -74,7 +76,8 @@ def _reroute(change: Callable[[Any], Any]) -> Patch:
 
 def swapped_rows_in_a_request(mesh: Mesh) -> Patch:
     def change(route: Any) -> Any:
-        return replace(route, requests=[replace(r, rows=r.rows.flip(0)) for r in route.requests])
+        away = [replace(r, rows=r.rows.flip(0)) for r in route.requests[2:]]  # on the other host
+        return replace(route, requests=[*route.requests[:2], *away])
 
     return _reroute(change if mesh.rank == 1 else lambda route: route)
 
@@ -281,7 +284,53 @@ def squares_of_hot_rows_by_piece(mesh: Mesh) -> Patch:
     return mock.patch.object(squares.ColumnSquares, "_add_hot", return_value={})
 
 
+def host_copies_of_the_next_row(mesh: Mesh) -> Patch:
+    original = routes._find_hot
+
+    def find(layout: Any, *args: Any) -> Any:
+        run, keys = original(layout, *args)
+        return (run, keys.roll(1)) if layout.host_copies else (run, keys)
+
+    return mock.patch.object(routes, "_find_hot", find)
+
+
+def hosts_not_added_up(mesh: Mesh) -> Patch:
+    """Each host steps its copies by its own gradients."""
+    original = sums.HostSums._add_peers
+
+    def add(self: Any, k: int, part: Any, sizes: Any, counts: Any, sequence: int) -> Any:
+        rows, total = original(self, k, part, sizes, counts, sequence)
+        return rows, torch.zeros_like(total) if mesh.rank == 2 else total
+
+    return mock.patch.object(sums.HostSums, "_add_peers", add)
+
+
+def host_gradients_of_one_rank_left_out(mesh: Mesh) -> Patch:
+    original = sums.HostSums._add_beside
+
+    def add(self: Any, number: int, tickets: Any) -> Any:
+        if mesh.rank == 3:
+            for ticket in tickets:
+                ticket.shared.grads[number][ticket.shared.firsts[number][2] :].zero_()
+        return original(self, number, tickets)
+
+    return mock.patch.object(sums.HostSums, "_add_beside", add)
+
+
+def homes_of_host_copies_left_stale(mesh: Mesh) -> Patch:
+    original = copies._copied
+
+    def copied(*args: Any) -> Any:
+        return (found for found in original(*args) if found.region.holder is None)
+
+    return mock.patch.object(copies, "_copied", copied)
+
+
 MUTATIONS = [
+    host_copies_of_the_next_row,
+    hosts_not_added_up,
+    host_gradients_of_one_rank_left_out,
+    homes_of_host_copies_left_stale,
     hot_rows_mixed_up,
     hot_rows_taken_for_cold_ones,
     one_ranks_hot_gradients_left_out,

@@ -118,7 +118,7 @@ def test_a_change_of_owners_moves_whole_virtual_shards(
     ],
 )
 def test_splits_are_said_as_people_say_them(tiers: tuple[Tier, ...], word: str) -> None:
-    planned = plan(table(tiers=tiers)).validate()
+    planned = plan(table(tiers=tiers), tree="host-first").validate()
     assert planned.tables[0].word == word
     assert planned.tables[0].rest is tiers[-1]
     if len(word) <= 24:
@@ -220,6 +220,12 @@ HOST_BOXES = {"copies": Copies.HOST, "split": Split(kind="boxes", rows="host")}
         (plan(table(tiers=tier(*ALL, copies=Copies.WORLD, split=ROW_WISE))), "list all 4 ranks"),
         (plan(table(tiers=tier(0, 1, copies=Copies.WORLD))), "whole and list all 4 ranks"),
         (plan(table(tiers=tier(0, copies=Copies.HOST, split=ROW_WISE))), "or split with rows=host"),
+        (plan(table(tiers=tier(0, 1, **HOST_BOXES))), "split list all ranks in order"),
+        (
+            plan(table(tiers=tier(0, 3, copies=Copies.HOST))),
+            r"one local rank, as \[0, 2\], not \[0, 3\]",
+        ),
+        (plan(table(tiers=tier(1, 3, copies=Copies.HOST))), "must be 'host-first', not 'flat'"),
         (
             plan(table(tower="a", tiers=tier(*ALL, **HOST_BOXES)), towers=("a",)),
             "in tower 'a': it cannot be copied per host",
@@ -286,7 +292,6 @@ def draw_tier(
     store = draw(st.sampled_from(["ram", "ssd"]))
     columns = draw(st.integers(1, dim))  # any dim up to 7 may be cut into so many pieces
     kind = draw(st.integers(0, 4 if in_tower else 6))
-    boxes = {"kind": "boxes", "columns": columns}
     if kind == 0:
         return Tier(ranks=tuple(range(world)), copies=Copies.WORLD, store=store)
     if kind == 1:
@@ -305,8 +310,12 @@ def draw_tier(
             ranks=tuple(r for piece in pieces for r in piece),
             split=Split(kind="boxes", columns=len(pieces), rows="host"),
         )
-    split = Split() if kind == 5 else Split(rows="host", **boxes)
-    return Tier(ranks=ranks, copies=Copies.HOST, split=split, store=store)
+    if kind == 5:
+        holder = draw(st.integers(0, local - 1))
+        ranks = tuple(range(holder, hosts * local, local))
+        return Tier(ranks=ranks, copies=Copies.HOST, store=store)
+    split = Split(kind="boxes", rows="host")
+    return Tier(ranks=tuple(range(hosts * local)), copies=Copies.HOST, split=split, store=store)
 
 
 @st.composite
@@ -326,8 +335,11 @@ def plans(draw: st.DrawFn) -> Plan:
         if rest.copies is not Copies.WORLD and draw(st.booleans()):
             copies = Copies.WORLD if tower else draw(st.sampled_from([Copies.WORLD, Copies.HOST]))
             ranks, rows = tuple(range(world)), st.builds(HotSet, **HOT_FIELDS)
+            over_ranks = Split(kind="boxes", rows="host")
+            split = Split() if copies is Copies.WORLD else over_ranks
             hot = [
-                Tier(ranks=ranks, copies=copies, rows=r) for r in draw(st.lists(rows, max_size=2))
+                Tier(ranks=ranks, copies=copies, rows=r, split=split)
+                for r in draw(st.lists(rows, max_size=2))
             ]
         fields: dict[str, Any] = {
             "num_embeddings": draw(st.integers(100, 10**10)),
@@ -344,11 +356,12 @@ def plans(draw: st.DrawFn) -> Plan:
         for flag in ("dedup", "trainable", "weighted"):
             fields[flag] = draw(st.booleans())
         tables.append(table(name, **fields))
+    needs_hosts = any(t.copies is Copies.HOST for x in tables for t in x.tiers)
     return Plan(
         mesh=MeshShape(hosts=hosts, local=local, group=group, layout=layout),
         tables=tuple(tables),
         dense=tuple(draw(st.lists(st.integers(1, 10**9), max_size=3))),
-        tree=draw(st.sampled_from(["flat", "host-first"])),
+        tree=draw(st.sampled_from(["host-first"] if needs_hosts else ["flat", "host-first"])),
         towers=towers,
         codecs=tuple(draw(st.lists(CODECS, max_size=2))),
         sync=draw(SYNCS),

@@ -40,7 +40,7 @@ configs = st.builds(
     ),
     model=st.builds(
         ModelConfig,
-        kind=st.sampled_from(["dlrm", "dcn"]),
+        kind=st.sampled_from(["dlrm", "dcn", "din"]),
         dim=widths,
         dense_layers=sizes,
         low_rank=st.none() | widths,
@@ -103,7 +103,7 @@ def test_the_demo_recipe_is_the_default() -> None:
     assert load_recipe("demo") == RunConfig()
 
 
-@pytest.mark.parametrize("name", ["clicks", "dcn", "demo"])
+@pytest.mark.parametrize("name", ["clicks", "dcn", "demo", "drift", "movietweetings", "sequences"])
 def test_recipes_that_come_with_rowmesh_are_found_by_name(name: str) -> None:
     config = load_recipe(name, ["training.steps=7"])
     assert config.training.steps == 7

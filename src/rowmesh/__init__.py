@@ -24,6 +24,7 @@ from rowmesh.runtime.export_files import export_safetensors
 from rowmesh.runtime.load import load_full_state_dict, load_pretrained
 from rowmesh.runtime.optimizer import Optimizer
 from rowmesh.runtime.oracle import Oracle
+from rowmesh.runtime.retier import change_tiers
 from rowmesh.runtime.shard import shard
 from rowmesh.runtime.unshard import unshard
 from rowmesh.runtime.verify import verify
@@ -64,6 +65,7 @@ __all__ = [
     "StepError",
     "Topology",
     "Tracing",
+    "change_tiers",
     "data",
     "export_safetensors",
     "full_state_dict",

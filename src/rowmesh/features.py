@@ -279,22 +279,26 @@ class Batch:
         sparse_features: The ids.
         labels: ``[B]``, 0 or 1.
         true_probabilities: ``[B]`` where the data was planted: what a perfect model would say.
+        groups: ``[B]`` int64 where samples are candidates to be ranked: those of one number are a
+            group, whole in this batch, with one label 1.
     """
 
     dense_features: Tensor
     sparse_features: KeyedJaggedTensor
     labels: Tensor
     true_probabilities: Tensor | None = None
+    groups: Tensor | None = None
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on another device."""
-        true = self.true_probabilities
+        true, groups = self.true_probabilities, self.groups
         return replace(
             self,
             dense_features=self.dense_features.to(device),
             sparse_features=self.sparse_features.to(device),
             labels=self.labels.to(device),
             true_probabilities=None if true is None else true.to(device),
+            groups=None if groups is None else groups.to(device),
         )
 
 

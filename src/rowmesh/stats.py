@@ -39,6 +39,17 @@ class Heat:
     requests: Floats
     presence: Floats
 
+    def without(self, chosen: slice | NDArray[np.bool_]) -> "Heat":
+        """The other rows."""
+        keep = np.ones(len(self.ids), dtype=bool)
+        keep[chosen] = False
+        return Heat(
+            ids=self.ids[keep],
+            scores=self.scores[keep],
+            requests=self.requests[keep],
+            presence=self.presence[keep],
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accesses:
@@ -97,9 +108,10 @@ class Accesses:
             touched = touched * (2.0 - touched)  # 1 - (1 - t)^2: in twice as many batches
         requests = min(self.requests, float(self.heat.requests[chosen].sum()))
         hot = replace(self, requests=requests, growth=tuple(growth), heat=None)
+        left = self.heat.without(chosen)
         rest = [total - own for total, own in zip(self.growth, growth, strict=True)]
         rest = np.maximum.accumulate(rest).tolist()  # more batches do not hold fewer rows
-        cold = replace(self, requests=self.requests - requests, growth=tuple(rest), heat=None)
+        cold = replace(self, requests=self.requests - requests, growth=tuple(rest), heat=left)
         return hot, cold
 
 

@@ -4,7 +4,7 @@ import itertools
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 from typer.core import TyperGroup
 
-from rowmesh.cli.terminal import one_sentence
+from rowmesh.cli.terminal import Settings, one_sentence
 from rowmesh.cli.workload import Knowledge, Workload, is_recipe, read_workload, workload_of_run
 from rowmesh.cost import DenseCost, Rates, load_calibration
 from rowmesh.data import CRITEO_KAGGLE, SyntheticClicks
@@ -125,6 +125,7 @@ def plan_command(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the plan to this file as JSON.")] = None,
+    settings: Settings = None,
 ) -> None:
     """Print the plan for a cluster, without any cluster.
 
@@ -140,9 +141,11 @@ def plan_command(
             tiers=tiers, profile=None if profile is None else str(profile), topology=topology
         )
         sizes = {"--tables": tables, "--dim": dim, "--cap": cap}
-        workload = _workload(source, sizes, batch=batch, alpha=alpha, knowledge=known)
-        settings = workload.settings
-        file = settings.topology if calibration is None else calibration
+        workload = _workload(
+            source, sizes, batch=batch, alpha=alpha, knowledge=known, settings=settings or ()
+        )
+        chosen = workload.settings
+        file = chosen.topology if calibration is None else calibration
         rates, cost = _speeds(file, topology, workload)
         with _bar() as on_progress:
             plan = plan_tables(
@@ -150,13 +153,13 @@ def plan_command(
                 topology,
                 stats=workload.stats,
                 dense=workload.dense,
-                split=split or settings.split,
-                exchange=exchange or settings.exchange,
+                split=split or chosen.split,
+                exchange=exchange or chosen.exchange,
                 constraints=workload.constraints,
                 rates=rates,
                 sparse=workload.sparse,
-                allow_inexact=settings.allow_inexact,
-                tiers=settings.tiers,
+                allow_inexact=chosen.allow_inexact,
+                tiers=chosen.tiers,
                 cost=cost,
                 on_progress=on_progress,
             )
@@ -187,6 +190,7 @@ def _workload(
     batch: int | None,
     alpha: float | None,
     knowledge: Knowledge,
+    settings: Sequence[str],
 ) -> Workload:
     if source is not None:
         own = {"--batch": batch, "--alpha": alpha} if is_recipe(source) else {}
@@ -196,7 +200,11 @@ def _workload(
     batch = _DATA.batch_size if batch is None else batch
     alpha = _DATA.alpha if alpha is None else alpha
     if source is not None:
-        return read_workload(source, batch_size=batch, alpha=alpha, knowledge=knowledge)
+        return read_workload(
+            source, batch_size=batch, alpha=alpha, knowledge=knowledge, settings=settings
+        )
+    if settings:
+        raise InputError(f"--set {settings[0]} changes a recipe: give one, as in rowmesh plan demo")
     tables, dim, cap = sizes.values()
     number = len(CRITEO_KAGGLE) if tables is None else max(tables, 0)
     rows = tuple(itertools.islice(itertools.cycle(CRITEO_KAGGLE), number))

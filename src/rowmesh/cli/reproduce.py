@@ -11,6 +11,9 @@ from rowmesh.cli.terminal import one_sentence
 from rowmesh.errors import InputError, did_you_mean
 from rowmesh.files import check_target, write_whole
 from rowmesh.reproduce.coverage import measure_coverage
+from rowmesh.reproduce.drift import Drifting, measure_drift
+from rowmesh.reproduce.flexshard import FlexShard, measure_flexshard
+from rowmesh.reproduce.flexshard_report import case_name, render_flexshard, summarise_case
 from rowmesh.reproduce.p2res import P2res, measure_p2res
 from rowmesh.reproduce.report import curve_name, draw_curves, render_report, summarise
 
@@ -68,7 +71,7 @@ def p2res_command(
         for suffix in (".md", ".json", ".svg"):
             way_out = "give --out a name in a folder that exists"
             check_target(_file(out, suffix), what="the report", way_out=way_out)
-        wanted = _parts(parts)
+        wanted = _parts(parts, ("coverage", "curves"))
         coverage: list[dict[str, Any]] = []
         if "coverage" in wanted:
             _say("coverage")
@@ -84,6 +87,73 @@ def p2res_command(
             typer.echo(json.dumps({"coverage": coverage, "curves": summary}))
         else:
             typer.echo(f"written to {_file(out, '.md')}, .json and .svg")
+
+
+@reproduce_app.command("flexshard")
+def flexshard_command(
+    out: Annotated[Path, typer.Option(help="Reports are OUT.md and OUT.json.")] = Path("flexshard"),
+    shapes: Annotated[str, typer.Option(help="Hosts x ranks on each.")] = "2x2,4x1",
+    rates: Annotated[str, typer.Option(help="Of a host's link.")] = "200mbit",
+    dedup: Annotated[str, typer.Option(help="off, on, or off,on.")] = "off,on",
+    budgets: Annotated[
+        str, typer.Option(help="Memory of a rank, relative to row-wise.")
+    ] = "1.0,1.1,1.25,1.5",
+    alpha: Annotated[float, typer.Option(help="Zipf exponent of the items.")] = 1.2,
+    items: Annotated[int, typer.Option(help="Rows of the table.")] = 200_000,
+    dim: Annotated[int, typer.Option(help="Columns of the table.")] = 64,
+    batch: Annotated[int, typer.Option(help="Samples per rank and step.")] = 512,
+    length: Annotated[float, typer.Option(help="Mean items of a history.")] = 20.0,
+    rounds: Annotated[int, typer.Option(help="Every plan runs once in a round.")] = 5,
+    parts: Annotated[str, typer.Option(help="tiers, drift, or both; drift needs no root.")] = (
+        "tiers,drift"
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+) -> None:
+    """Tiers of a sequence table: traffic and time at budgets of memory, and tiers under drift.
+
+    A target-attention model on synthetic histories runs row-wise, with hot rows alone and with
+    three tiers, in turn on the same hosts and batches. Tiers need root and iproute2 and take about
+    a quarter of an hour; let nothing else run.
+    """
+    with one_sentence():
+        what = FlexShard(
+            shapes=tuple(_shape(word) for word in shapes.split(",")),
+            rates=tuple(rates.split(",")),
+            dedups=tuple(_switch(word) for word in dedup.split(",")),
+            budgets=tuple(_number(word, "budget") for word in budgets.split(",")),
+            alpha=alpha,
+            items=items,
+            dim=dim,
+            batch=batch,
+            length=length,
+            rounds=rounds,
+        )
+        wanted = _parts(parts, ("tiers", "drift"))
+        for suffix in (".md", ".json"):
+            way_out = "give --out a name in a folder that exists"
+            check_target(_file(out, suffix), what="the report", way_out=way_out)
+        drifts: list[dict[str, Any]] = []
+        for switch in what.dedups if "drift" in wanted else ():
+            _say(f"drift, {'dedup' if switch else 'no dedup'}")
+            for hidden in (0.0, 1.0):
+                drifts.append(measure_drift(what, Drifting(hidden=hidden), dedup=switch))
+        cases: list[dict[str, Any]] = []
+        for case in measure_flexshard(what, on_stage=_say) if "tiers" in wanted else ():
+            cases.append(case)
+            _say(f"{case_name(case)}: done")
+            _write_flexshard(out, cases, drifts)
+        _write_flexshard(out, cases, drifts)
+        if as_json:
+            tables = {case_name(case): summarise_case(case) for case in cases}
+            typer.echo(json.dumps({"tables": tables, "drift": drifts}))
+        else:
+            typer.echo(f"written to {_file(out, '.md')} and .json")
+
+
+def _write_flexshard(out: Path, cases: list[dict[str, Any]], drifts: list[dict[str, Any]]) -> None:
+    found = {"cases": cases, "drift": drifts}
+    write_whole(_file(out, ".json"), json.dumps(found, indent=2) + "\n")
+    write_whole(_file(out, ".md"), render_flexshard(cases, drifts))
 
 
 def _write(out: Path, cases: list[dict[str, Any]], coverage: list[dict[str, Any]]) -> None:
@@ -105,8 +175,7 @@ def _sentence(case: dict[str, Any]) -> str:
     )
 
 
-def _parts(words: str) -> set[str]:
-    known = ("coverage", "curves")
+def _parts(words: str, known: tuple[str, ...]) -> set[str]:
     for word in words.split(","):
         if word not in known:
             raise InputError(f"part {word!r} is unknown{did_you_mean(word, known)}")

@@ -19,7 +19,11 @@ __all__ = [
 ]
 
 Recipe = Annotated[
-    str | None, typer.Argument(help="A recipe: a file, or demo, clicks, dcn.", show_default=False)
+    str | None,
+    typer.Argument(
+        help="A recipe: a file, or demo, clicks, dcn, sequences, movietweetings, drift.",
+        show_default=False,
+    ),
 ]
 Ranks = Annotated[
     int | None,

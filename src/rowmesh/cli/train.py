@@ -95,7 +95,8 @@ def train_command(
 
     RECIPE is a TOML file, a Python file with a function recipe() -> RunConfig, or the name of a
     recipe that comes with rowmesh: demo (the default; synthetic clicks whose truth is known,
-    about a minute on two ranks), clicks (Parquet files: --set data.path=FOLDER) or dcn.
+    about a minute on two ranks), clicks (Parquet files: --set data.path=FOLDER), dcn, sequences
+    and movietweetings (next items: --set data.path=FILE), or drift (synthetic sequences).
 
     The run folder gets config.json, plan.json, metrics.jsonl and, with --set checkpoint.every=N,
     checkpoints; where TensorBoard is installed it is written for too. --resume takes the stored

@@ -133,4 +133,8 @@ class View:
 
 
 def _metrics(found: dict[str, Any]) -> str:
-    return f"AUC {found['auc']:.4f}, NE {found['ne']:.4f}, logloss {found['logloss']:.4f}"
+    text = f"AUC {found['auc']:.4f}, NE {found['ne']:.4f}, logloss {found['logloss']:.4f}"
+    if "groups" not in found:
+        return text
+    ranked = f"HR@10 {found['hr_at_10']:.4f}, NDCG@10 {found['ndcg_at_10']:.4f}"
+    return f"{ranked} of {found['groups']:,.0f} groups, {text}"

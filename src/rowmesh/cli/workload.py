@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -97,19 +97,27 @@ def is_recipe(path: Path) -> bool:
 
 
 def read_workload(
-    path: Path, *, batch_size: int, alpha: float, knowledge: Knowledge = _ASSUMED
+    path: Path,
+    *,
+    batch_size: int,
+    alpha: float,
+    knowledge: Knowledge = _ASSUMED,
+    settings: Sequence[str] = (),
 ) -> Workload:
     """The workload in a file: ``{"tables": [{name, num_embeddings, ...}], "constraints": {...}}``.
 
     A table has name, num_embeddings, embedding_dim and feature_names; optional are
     pooling_factor (mean ids in a bag, default 1), data_type (fp32, fp16, bf16) and pooling (sum,
     mean, or none for a sequence). Constraints are as in `parse_constraints`, and optional.
+    ``settings`` are overrides of a recipe.
 
     Raises:
         InputError: Names the file, the field, its value and what it should be.
     """
     if is_recipe(path):
-        return workload_of_run(load_recipe(path), knowledge=knowledge)
+        return workload_of_run(load_recipe(path, settings), knowledge=knowledge)
+    if settings:
+        raise InputError(f"--set {settings[0]} changes a recipe, but {path} is a file of tables")
     try:
         document = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError) as error:

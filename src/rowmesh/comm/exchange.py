@@ -6,6 +6,7 @@ debug mode a header that is checked.
 """
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import StrEnum
@@ -19,7 +20,7 @@ from rowmesh.comm.status import Bulletin
 from rowmesh.errors import PeerError, RowmeshError
 from rowmesh.trace import Flight, Recorder
 
-__all__ = ["Channel", "Handle", "Lane", "Wire"]
+__all__ = ["Channel", "ChannelPool", "Handle", "Lane", "Wire"]
 
 _CHANNELS = 1 << 14  # tag = sequence * _CHANNELS + channel
 _SEQUENCES = 1 << 16
@@ -101,6 +102,31 @@ class Wire:
         if self._watchers is not None:
             self._watchers.shutdown(wait=False, cancel_futures=True)
             self._watchers = None
+
+
+class ChannelPool:
+    """Channels of one model, which it makes anew when its rows move, and which are used again.
+
+    All ranks take the same channels in one order, and begin anew at the same time, when no message
+    is under way.
+    """
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._made: dict[tuple[str, Lane], list[Channel]] = {}
+        self._taken: Counter[tuple[str, Lane]] = Counter()
+
+    def channel(self, name: str, lane: Lane) -> "Channel":
+        """The next channel of that name: one of before, or a new one."""
+        made, number = self._made.setdefault((name, lane), []), self._taken[name, lane]
+        if number == len(made):
+            made.append(self._wire.channel(name, lane))
+        self._taken[name, lane] += 1
+        return made[number]
+
+    def begin_anew(self) -> None:
+        """Give out the channels from the first on again."""
+        self._taken.clear()
 
 
 class Channel:

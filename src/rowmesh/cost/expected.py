@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from rowmesh.cost.host_copies import expect_host_copies
 from rowmesh.cost.load import LINES, Load, Part, lay, no_load
 from rowmesh.cost.rates import Rates, RowCost
 from rowmesh.errors import PlanError
@@ -92,16 +93,21 @@ def expect_table(
     (lookup + update) W d/n at an owner; `pooled`: bag_id W q/n + bag_update U/n at an owner;
     relayed: id H q at a relay, the owners as in `rows`; copies: id q + lookup d + update U.
 
-    Hot rows are copies whose gradients the owners of the rest add up; q, d and U are parted by
-    the accesses of single rows.
+    Hot rows are copies whose gradients the owners of the rest add up, or copies per host
+    (`expect_host_copies`); q, d and U are parted by the accesses of single rows.
 
     Raises:
-        PlanError: If the table has copies per host.
+        PlanError: If all of the table has copies per host.
         InputError: If it has hot rows, and the accesses of single rows are not known.
     """
     total = no_load(topology.world)
     for tier, rows in table.hot:
         hot, accesses = accesses.part(hot_ids(rows, where=f"table {table.name!r}"))
+        if tier.copies is Copies.HOST:
+            total += expect_host_copies(
+                table, tier, hot, rows.count, topology=topology, rates=rates
+            )
+            continue
         total += expect_hot(
             table, hot, rows.count, tier.sums, topology=topology, rates=rates, tree=tree
         )

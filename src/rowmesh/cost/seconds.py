@@ -32,6 +32,7 @@ _ROUNDS: Final = {
     "relayed": 6,
     "copies": 2,
     "hot dense": 1,
+    "host copies": 2,
     "squares": 1,
     "dense": 0,
 }

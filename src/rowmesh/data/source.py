@@ -1,10 +1,10 @@
 """What the trainer asks of data: tables to build, batches to train on, batches to judge by."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from rowmesh.features import Batch
-from rowmesh.tables import EmbeddingBagConfig
+from rowmesh.tables import TableConfig
 
 __all__ = ["Source"]
 
@@ -27,8 +27,8 @@ class Source(Protocol):
     def steps_per_epoch(self) -> int | None:
         """Steps in which every sample comes once; None where the data never repeats."""
 
-    def tables(self, embedding_dim: int) -> list[EmbeddingBagConfig]:
-        """The tables that the features of a batch index."""
+    def tables(self, embedding_dim: int) -> Sequence[TableConfig]:
+        """The tables that the features of a batch index: pooled ones, sequences, or both."""
 
     def batches(self, *, rank: int, world: int, start: int = 0) -> Iterator[Batch]:
         """This rank's batches from global step ``start`` on; endless.
@@ -37,4 +37,7 @@ class Source(Protocol):
         """
 
     def held_out(self, *, rank: int, world: int) -> Iterator[Batch]:
-        """This rank's batches of samples that are never trained on, in the same order each time."""
+        """This rank's batches of samples that are never trained on, in the same order each time.
+
+        Where they have `Batch.groups`, a group is whole in one batch of one rank.
+        """

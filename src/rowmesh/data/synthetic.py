@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rowmesh.data.hashing import mix
+from rowmesh.data.planted import bias_for, hashed_normal, sigmoid, zipf_cdf
 from rowmesh.errors import InputError, check_range, did_you_mean
 from rowmesh.features import Batch, KeyedJaggedTensor
 from rowmesh.tables import EmbeddingBagConfig, PoolingType
@@ -178,7 +178,7 @@ class SyntheticClicks:
         if self.labels is LabelModel.COIN:
             true = np.full(self.batch_size, self.click_rate)
         else:
-            true = _sigmoid(self._bias() + self._signal(dense, ids))
+            true = sigmoid(self._bias() + self._signal(dense, ids))
             rng = np.random.default_rng([self.seed, rank, step, _LABELS])
         clicks = rng.random(self.batch_size) < true
         lengths = np.repeat(np.array(self.pooling_factors, dtype=np.int32), self.batch_size)
@@ -225,10 +225,7 @@ class SyntheticClicks:
     def _cdf(self, num_rows: int) -> _Floats:
         cdfs = self._cache.cdfs
         if num_rows not in cdfs:
-            weights = np.arange(1, num_rows + 1, dtype=np.float64) ** -self.alpha
-            total = np.cumsum(weights, out=weights)
-            total /= total[-1]
-            cdfs[num_rows] = total
+            cdfs[num_rows] = zipf_cdf(num_rows, self.alpha)
         return cdfs[num_rows]
 
     def _draw_inputs(
@@ -245,13 +242,13 @@ class SyntheticClicks:
 
     def _weights(self, tables: Sequence[int], ids: Sequence[_Ids]) -> _Floats:
         owner = np.repeat(np.array(tables) + 1, [len(i) for i in ids])
-        normal = _hashed_normal(self.seed, owner, np.concatenate(ids))
+        normal = hashed_normal(self.seed, owner, np.concatenate(ids))
         return normal * (_SPARSE_SD / math.sqrt(len(self.num_rows)))
 
     def _signal(self, dense: npt.NDArray[np.float32], ids: Sequence[_Ids]) -> _Floats:
         """The logit of each sample, without b0."""
         columns = np.arange(self.num_dense)
-        direction = _hashed_normal(self.seed, 0 * columns, columns)  # 0: no table's owner
+        direction = hashed_normal(self.seed, 0 * columns, columns)  # 0: no table's owner
         logits = (dense * direction).sum(axis=1) * _DENSE_SD
         logits /= max(float(np.linalg.norm(direction)), 1e-30)
         weights = self._weights(range(len(ids)), ids)
@@ -265,28 +262,8 @@ class SyntheticClicks:
         if self._cache.bias is None:
             rng = np.random.default_rng([self.seed, 0, 0, _CALIBRATION])
             signal = self._signal(*self._draw_inputs(rng, _CALIBRATION_SAMPLES))
-            low, high = -40.0 - float(signal.max()), 40.0 - float(signal.min())
-            while high - low > 1e-9:
-                middle = (low + high) / 2
-                below = _sigmoid(middle + signal).mean() < self.click_rate
-                low, high = (middle, high) if below else (low, middle)
-            self._cache.bias = round(low, 6)  # rounded: machines differ in the last bits
+            self._cache.bias = bias_for(signal, self.click_rate)
         return self._cache.bias
-
-
-def _sigmoid(logits: _Floats) -> _Floats:
-    return np.asarray(np.exp(-np.logaddexp(0.0, -logits)), dtype=np.float64)
-
-
-def _hashed_normal(seed: int, owners: _Ids, rows: _Ids) -> _Floats:
-    """A standard normal for each (seed, owner, row): Box-Muller on the halves of a hash."""
-    keys = mix(np.array([seed], dtype=np.uint64)) ^ mix(
-        (owners.astype(np.uint64) << np.uint64(40)) | rows.astype(np.uint64)
-    )
-    bits = mix(keys)
-    radius = np.sqrt(-2.0 * np.log(((bits >> np.uint64(32)) + 0.5) / _WORD))
-    angle = (bits & np.uint64(_WORD - 1)) * (2.0 * np.pi / _WORD)
-    return np.asarray(radius * np.cos(angle), dtype=np.float64)
 
 
 def _check_name(option: str, value: object, known: Collection[str]) -> None:

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from rowmesh.errors import PlanError
 from rowmesh.files import write_whole
-from rowmesh.placement.plan import HotSet
+from rowmesh.placement.plan import HotSet, Tier
 
-__all__ = ["hot_ids", "load_ids", "make_hot_set", "save_ids"]
+__all__ = ["holders", "hot_ids", "load_ids", "make_hot_set", "save_ids"]
 
 Ints = NDArray[np.int64]
 
@@ -79,6 +79,16 @@ def hot_ids(hot: HotSet, *, where: str) -> Ints:
     if hot.ids is None:
         raise PlanError(f"{where}: the plan came without its hot rows: read it with rm.load_plan")
     return hot.ids
+
+
+def holders(tier: Tier, count: int, local: int) -> Ints:
+    """Of each row of a tier with copies per host: the local rank that has it, on every host.
+
+    Row i of the set is with local rank i mod L, or if a copy is whole, with the one it lists.
+    """
+    if tier.split.kind == "whole":
+        return np.full(count, tier.ranks[0] % local, dtype=np.int64)
+    return np.arange(count, dtype=np.int64) % local
 
 
 def _fill(hot: HotSet, rows: Ints) -> HotSet:

@@ -9,9 +9,17 @@ from numpy.typing import NDArray
 
 from rowmesh.placement.columns import column_bounds
 from rowmesh.placement.homes import count_slots
-from rowmesh.placement.plan import Plan, TablePlan, Tier
+from rowmesh.placement.hot import holders
+from rowmesh.placement.plan import Copies, HotSet, Plan, TablePlan, Tier
 
-__all__ = ["RULE_STATES", "RuleState", "alike_bytes", "bytes_per_rank", "tier_bytes"]
+__all__ = [
+    "RULE_STATES",
+    "RuleState",
+    "alike_bytes",
+    "bytes_per_rank",
+    "hot_bytes",
+    "tier_bytes",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,9 +58,30 @@ def bytes_per_rank(
     totals = [0] * (plan.mesh.hosts * plan.mesh.local)
     for table in plan.tables:
         for tier in table.tiers:
-            for rank, held in zip(tier.ranks, tier_bytes(table, tier, state=state), strict=True):
-                totals[rank] += held
+            if isinstance(tier.rows, HotSet):
+                held = hot_bytes(table, tier, tier.rows.count, plan.mesh.local, state=state)
+            else:
+                held = tier_bytes(table, tier, state=state)
+            for rank, num_bytes in zip(tier.ranks, held, strict=True):
+                totals[rank] += num_bytes
     return totals
+
+
+def hot_bytes(
+    table: TablePlan, tier: Tier, count: int, local: int, *, state: RuleState
+) -> list[int]:
+    """Bytes of the copies of ``count`` hot rows on each of a tier's ranks, in their order.
+
+    A copy has all columns, and the state of a row once for every column piece of the rest.
+    """
+    row = table.row_bytes
+    if table.trainable:
+        row += state.row_bytes * table.rest.split.columns
+        row += state.element_bytes * table.embedding_dim
+    if tier.copies is Copies.WORLD:
+        return [row * count] * len(tier.ranks)
+    held = np.bincount(holders(tier, count, local), minlength=local).tolist()
+    return [row * held[rank % local] for rank in tier.ranks]
 
 
 def tier_bytes(table: TablePlan, tier: Tier, *, state: RuleState) -> list[int]:

@@ -132,10 +132,8 @@ def _check_tier(plan: Plan, table: TablePlan, tier: Tier, where: str) -> None:
         raise PlanError(f"{where}: copies on the whole world are whole and list all {world} ranks")
     if tier.sums != "sparse" and tier.copies is not Copies.WORLD:
         raise PlanError(f"{where}: {tier.sums} sums are of copies on the whole world")
-    if tier.copies is Copies.HOST and split.kind == "boxes" and split.rows != "host":
-        raise PlanError(f"{where}: copies per host are whole or split with rows=host")
-    if tier.copies is Copies.HOST and table.tower is not None:
-        raise PlanError(f"{where} is in tower {table.tower!r}: it cannot be copied per host too")
+    if tier.copies is Copies.HOST:
+        _check_host_copies(plan, table, tier, where)
     if tier.copies is Copies.GROUP and split.kind == "whole" and len(ranks) != 1:
         raise PlanError(f"{where}: a whole copy lives on one rank, got {list(ranks)}")
     if split.kind == "whole" and (split.columns != 1 or split.rows != "none"):
@@ -148,6 +146,27 @@ def _check_tier(plan: Plan, table: TablePlan, tier: Tier, where: str) -> None:
         )
     if split.kind == "boxes" and tier.copies is Copies.GROUP:
         _check_boxes(mesh, table, tier, where)
+
+
+def _check_host_copies(plan: Plan, table: TablePlan, tier: Tier, where: str) -> None:
+    mesh, split, ranks = plan.mesh, tier.split, tier.ranks
+    if split.kind == "boxes" and (split.rows != "host" or split.columns > 1):
+        raise PlanError(f"{where}: copies per host are whole or split with rows=host")
+    if table.tower is not None:
+        raise PlanError(f"{where} is in tower {table.tower!r}: it cannot be copied per host too")
+    if split.kind == "boxes" and ranks != tuple(range(mesh.hosts * mesh.local)):
+        raise PlanError(f"{where}: copies per host that are split list all ranks in order")
+    peers = tuple(range(ranks[0] % mesh.local, mesh.hosts * mesh.local, mesh.local))
+    if split.kind == "whole" and ranks != peers:
+        raise PlanError(
+            f"{where}: whole copies per host list one rank of every host, with one local rank, "
+            f"as {list(peers)}, not {list(ranks)}"
+        )
+    if plan.tree == "flat" and mesh.hosts > 1 and mesh.local > 1:
+        raise PlanError(
+            f"{where}: gradients of copies per host are added up inside a host first: the plan's "
+            f"tree must be 'host-first', not 'flat'"
+        )
 
 
 def _check_boxes(mesh: MeshShape, table: TablePlan, tier: Tier, where: str) -> None:

@@ -29,7 +29,8 @@ class HotChoice:
     """The hot rows a planner chose over all tables, and what it expects of them.
 
     Args:
-        rows: Hot rows of all tables; 0 if none are worth it.
+        rows: Hot rows of all tables on every rank; 0 if none are worth it.
+        host_rows: Those with one copy per host.
         num_bytes: Their copies on every rank, with optimiser state.
         coverage: Share of all requests that go to hot rows.
         step_s: Expected seconds of a step.
@@ -46,12 +47,14 @@ class HotChoice:
     step_s_cold: float
     best_rows: int = 0
     best_step_s: float = 0.0
+    host_rows: int = 0
 
     def __str__(self) -> str:
         cold, step = self.step_s_cold * 1e3, self.step_s * 1e3
-        if self.rows:
+        if self.rows or self.host_rows:
+            per_host = f" and {self.host_rows:,} per host" if self.host_rows else ""
             return (
-                f"hot rows: {self.rows:,} ({self.num_bytes / 1e6:,.1f} MB a rank) take "
+                f"hot rows: {self.rows:,}{per_host} ({self.num_bytes / 1e6:,.1f} MB a rank) take "
                 f"{self.coverage:.0%} of requests; expected ms of a step {step:,.1f}, without "
                 f"{cold:,.1f}"
             )

@@ -2,14 +2,17 @@
 
 from rowmesh.planners.auto import blank_table, blank_tables, make_plan, plan_tables
 from rowmesh.planners.constraints import Constraints, Pin, parse_constraints
-from rowmesh.planners.tiers import HotRows, parse_tiers
+from rowmesh.planners.per_host import RowTiers
+from rowmesh.planners.tiers import HotRows, choose_tiers, parse_tiers
 
 __all__ = [
     "Constraints",
     "HotRows",
     "Pin",
+    "RowTiers",
     "blank_table",
     "blank_tables",
+    "choose_tiers",
     "make_plan",
     "parse_constraints",
     "parse_tiers",

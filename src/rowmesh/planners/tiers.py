@@ -1,16 +1,18 @@
-"""Hot rows: which rows of all tables are copied to every rank, by the time of a step (P2RES).
+"""Hot rows: which rows of all tables are copied to every rank or host, by the time of a step.
 
-Rows are taken in the order of u (2 s + id) / s, u the share of a rank's batches that contain the
-row and s its bytes: what a copy saves on the wire for each byte of memory. The number k of them is
-the one whose step is shortest, 0 and all included.
+Of rows on every rank (P2RES) those are taken first whose u (2 s + id) / s is largest, u the share
+of a rank's batches that contain the row and s its bytes: what a copy saves on the wire for each
+byte of memory. Their number k is the one whose step is shortest, 0 and all included. Where hosts
+have several ranks, cuts into three tiers at several prices of memory (FlexShard,
+`rowmesh.planners.per_host`) are tried, too.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rowmesh.cost import (
     DenseCost,
@@ -34,17 +36,20 @@ from rowmesh.placement import (
     Split,
     TablePlan,
     Tier,
-    make_hot_set,
+    hot_ids,
 )
-from rowmesh.placement.memory import RuleState, bytes_per_rank
+from rowmesh.placement.memory import RULE_STATES, RuleState, bytes_per_rank
+from rowmesh.planners.order import RowOrder, state_bytes
+from rowmesh.planners.per_host import RowTiers, Sums, may_have_copies
 from rowmesh.stats import Stats
 
-__all__ = ["NO_DENSE", "HotRows", "parse_tiers"]
+__all__ = ["NO_DENSE", "HotRows", "choose_tiers", "parse_tiers"]
 
-Sums = Literal["sparse", "dense", "bucket"]
 _SUMS: Final[tuple[Sums, ...]] = ("sparse", "dense", "bucket")
 _ID = 4.0
 _POINTS = 16  # values of k that are tried first, and again around the best of them
+_PRICES = 7  # of memory that are tried
+_CHEAPEST = 1e-6  # of them, relative to the one at which nothing is copied
 _LEAST_GAIN = 0.025  # of a step: less is within the error of the model, and costs memory
 NO_DENSE: Final = DenseCost(flops=0.0, parameters=0.0, forward_s=0.0, backward_s=0.0, step_s=0.0)
 
@@ -65,12 +70,16 @@ def parse_tiers(text: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Try:
-    """k hot rows under one way to add up their gradients, or everything copied (k is None)."""
+    """k hot rows under one way to add up their gradients, or everything copied (k is None).
+
+    With ``tiers``, those at a price of memory instead.
+    """
 
     base: Plan
     k: int | None
     sums: Sums
     step_s: float
+    tiers: Plan | None = None
 
 
 class HotRows:
@@ -83,6 +92,7 @@ class HotRows:
         cost: Of the dense layers.
         state: Of the update rule.
         limit: Bytes a rank may hold, if known.
+        per_host: Whether rows may have copies per host, too.
     """
 
     def __init__(
@@ -94,10 +104,12 @@ class HotRows:
         cost: DenseCost = NO_DENSE,
         state: RuleState,
         limit: int | None = None,
+        per_host: bool = True,
     ) -> None:
+        self._per_host = per_host
         self._stats, self._rates, self._cost = stats, rates, cost
         self._state, self._limit = state, limit
-        self._orders = [_Order(plan, stats, state, limit) for plan in plans]
+        self._orders = [RowOrder(plan, stats, state, limit) for plan in plans]
         self._loads: dict[object, Load] = {}
 
     def choose(self, k: int | None) -> Plan:
@@ -113,6 +125,7 @@ class HotRows:
             return self._finish(self._best_of(k), cold)
         tried = [t for order in self._orders for t in self._sweep(order)]
         tried += self._everything(cold.base)
+        tried += [t for order in self._orders for t in self._three_tiers(order.plan)]
         best = min(tried, key=lambda t: t.step_s, default=cold)
         is_idle = not any(accesses.requests for accesses in self._stats.tables.values())
         if is_idle or best.step_s > cold.step_s * (1.0 - _LEAST_GAIN):
@@ -139,7 +152,7 @@ class HotRows:
     def _best_of(self, k: int) -> _Try:
         fits = [order for order in self._orders if order.most >= k]
         tables = [table for order in self._orders for table in order.plan.tables]
-        if not fits and not any(_may_be_hot(table) for table in tables):
+        if not fits and not any(may_have_copies(table) for table in tables):
             raise PlanError(
                 f"{k:,} hot rows are wanted, but no table can have any: those that owners pool, or "
                 f"that every rank has whole, cannot; leave split and exchange at auto"
@@ -152,7 +165,7 @@ class HotRows:
         tried = [self._time(order, k, sums) for order in fits for sums in _SUMS]
         return min(tried, key=lambda t: t.step_s)
 
-    def _sweep(self, order: "_Order") -> list[_Try]:
+    def _sweep(self, order: RowOrder) -> list[_Try]:
         """k from few to all candidates, then finer around the best."""
         if not order.most:
             return []
@@ -164,7 +177,7 @@ class HotRows:
         finer = np.setdiff1d(np.linspace(low, high, _POINTS // 2).astype(int), grid)
         return tried + [self._time(order, int(k), best.sums) for k in finer]
 
-    def _time(self, order: "_Order", k: int, sums: Sums) -> _Try:
+    def _time(self, order: RowOrder, k: int, sums: Sums) -> _Try:
         """The time of a step, from the loads of tables that were seen before where possible."""
         plan, lines = order.plan, 0
         total = no_load(plan.mesh.topology.world)
@@ -210,7 +223,7 @@ class HotRows:
         found = []
         for sums in _SUMS:
             copied = _copy_all(plan, sums)
-            held = max(bytes_per_rank(copied, **_state_bytes(self._state)))
+            held = max(bytes_per_rank(copied, **state_bytes(self._state)))
             if self._limit is None or held <= self._limit:
                 time = plan_time(
                     copied,
@@ -222,10 +235,53 @@ class HotRows:
                 found.append(_Try(copied, None, sums, time.total_s))
         return found
 
+    def _three_tiers(self, plan: Plan) -> list[_Try]:
+        """Cuts at prices of memory, from none copied to all that fits."""
+        if not self._per_host or 1 in (plan.mesh.hosts, plan.mesh.local):
+            return []
+        held = max(bytes_per_rank(plan, **state_bytes(self._state)))
+        found = []
+        for sums, hidden in itertools.product(("sparse", "bucket"), (0.0, 1.0)):
+            cut = RowTiers(
+                plan,
+                self._stats,
+                rates=self._rates,
+                state=self._state,
+                sums=sums,  # type: ignore[arg-type]
+                hidden=hidden,
+            )
+            high = cut.dearest
+            low = high * _CHEAPEST
+            if self._limit is not None:
+                low = max(low, cut.price_within(self._limit - held))
+            for price in np.geomspace(high, low, _PRICES)[1:]:
+                tiers = cut.at(float(price))
+                if self._limit is None or (
+                    max(bytes_per_rank(tiers, **state_bytes(self._state))) <= self._limit
+                ):
+                    time = plan_time(
+                        tiers,
+                        self._stats.tables,
+                        rates=self._rates,
+                        cost=self._cost,
+                        state=self._state,
+                    )
+                    found.append(_Try(plan, 0, "sparse", time.total_s, tiers))
+        return found
+
     def _finish(self, chosen: _Try, cold: _Try, best: _Try | None = None) -> Plan:
         plan, k = chosen.base, chosen.k
         requests = {t.name: self._stats.tables[t.name].requests for t in plan.tables}
-        if k is None:
+        host_rows = 0
+        if chosen.tiers is not None:
+            plan = chosen.tiers
+            rows, host_rows = (_num_hot(plan, copies) for copies in (Copies.WORLD, Copies.HOST))
+            covered = sum(
+                self._stats.tables[t.name].part(hot_ids(hot, where=t.name))[0].requests
+                for t in plan.tables
+                for _, hot in t.hot
+            )
+        elif k is None:
             rows, covered = sum(t.num_embeddings for t in plan.tables), sum(requests.values())
         else:
             order = next(o for o in self._orders if o.plan is plan)
@@ -234,10 +290,11 @@ class HotRows:
                 if count:
                     covered += self._stats.tables[table.name].part(count)[0].requests
             rows, plan = k, order.with_hot(counts, chosen.sums)
-        bytes_of = _state_bytes(self._state)
+        bytes_of = state_bytes(self._state)
         held = np.array(bytes_per_rank(plan, **bytes_of)) - bytes_per_rank(cold.base, **bytes_of)
         choice = HotChoice(
             rows=rows,
+            host_rows=host_rows,
             num_bytes=max(0, int(held.max())),
             coverage=covered / max(sum(requests.values()), 1e-300),
             step_s=chosen.step_s,
@@ -248,57 +305,35 @@ class HotRows:
         return replace(plan, hot=choice).validate()
 
 
-class _Order:
-    """The rows of a plan's tables that may be hot, in the order in which they become it."""
+def choose_tiers(
+    plan: Plan,
+    stats: Stats,
+    *,
+    tiers: str = "auto",
+    rates: Rates | None = None,
+    cost: DenseCost | None = None,
+    sparse: str = "rowwise_adagrad",
+    limit: int | None = None,
+) -> Plan:
+    """``plan`` with other hot rows, those that ``stats`` asks for; all else stays.
 
-    def __init__(self, plan: Plan, stats: Stats, state: RuleState, limit: int | None) -> None:
-        self.plan = plan
-        owners, scores, sizes = [], [], []
-        for number, table in enumerate(plan.tables):
-            heat = stats.tables[table.name].heat
-            if heat is None or not _may_be_hot(table):
-                continue
-            held = table.row_bytes + table.trainable * (
-                state.row_bytes * len(table.columns()) + state.element_bytes * table.embedding_dim
-            )
-            gradient = 4.0 * table.embedding_dim * table.trainable
-            saved = (table.row_bytes + gradient + _ID) / table.row_bytes
-            owners.append(np.full(len(heat.ids), number))
-            scores.append(heat.scores * saved)
-            sizes.append(np.full(len(heat.ids), held))
-        nothing: list[NDArray[np.int64]] = [np.empty(0, dtype=np.int64)]
-        score = np.concatenate([*scores, *nothing])
-        order = np.argsort(-score, kind="stable")
-        self._owners = np.concatenate([*owners, *nothing])[order].astype(np.int64)
-        self._heats = {t.name: stats.tables[t.name].heat for t in plan.tables}
-        self.most = len(order)
-        if limit is not None:
-            room = limit - max(bytes_per_rank(plan, **_state_bytes(state)))
-            used = np.cumsum(np.concatenate([*sizes, *nothing])[order])
-            self.most = int(np.searchsorted(used, room, side="right"))
+    Args:
+        plan: Its hot rows do not count.
+        stats: With the accesses of single rows.
+        tiers: auto, or hot:K.
+        rates: Of the cluster.
+        cost: Of the dense layers.
+        sparse: Name of the update rule.
+        limit: Bytes a rank may hold, if known.
 
-    def counts(self, k: int) -> list[int]:
-        """Hot rows of each table when there are ``k`` in all: its hottest."""
-        counts: list[int] = np.bincount(self._owners[:k], minlength=len(self.plan.tables)).tolist()
-        return counts
-
-    def with_hot(self, counts: Sequence[int], sums: Sums) -> Plan:
-        """The plan with so many hot rows of each table."""
-        everyone = tuple(range(self.plan.mesh.topology.world))
-        tables = []
-        for table, count in zip(self.plan.tables, counts, strict=True):
-            heat = self._heats[table.name]
-            if not count or heat is None:
-                tables.append(table)
-                continue
-            rows = make_hot_set(table.name, heat.ids[:count])
-            tier = Tier(ranks=everyone, copies=Copies.WORLD, rows=rows, sums=sums)
-            tables.append(replace(table, tiers=(tier, *table.tiers)))
-        return replace(self.plan, tables=tuple(tables))
-
-
-def _may_be_hot(table: TablePlan) -> bool:
-    return table.exchange is Exchange.ROWS and table.rest.copies is not Copies.WORLD
+    Raises:
+        PlanError: If so many rows were not asked for, or do not fit.
+    """
+    tables = [replace(table, tiers=table.tiers[-1:]) for table in plan.tables]
+    state, rates = RULE_STATES[sparse], rates or Rates()
+    cold = replace(plan, tables=tuple(tables), hot=None)
+    hot = HotRows([cold], stats, rates=rates, cost=cost or NO_DENSE, state=state, limit=limit)
+    return hot.choose(parse_tiers(tiers))
 
 
 def _copy_all(plan: Plan, sums: Sums) -> Plan:
@@ -308,12 +343,11 @@ def _copy_all(plan: Plan, sums: Sums) -> Plan:
     return replace(plan, tables=tuple(tables))
 
 
+def _num_hot(plan: Plan, copies: Copies) -> int:
+    return sum(hot.count for t in plan.tables for tier, hot in t.hot if tier.copies is copies)
+
+
 def _num_rows(tried: _Try) -> int:
+    if tried.tiers is not None:
+        return sum(hot.count for t in tried.tiers.tables for _, hot in t.hot)
     return sum(t.num_embeddings for t in tried.base.tables) if tried.k is None else tried.k
-
-
-def _state_bytes(state: RuleState) -> dict[str, int]:
-    return {
-        "state_bytes_per_row": state.row_bytes,
-        "state_bytes_per_element": state.element_bytes,
-    }

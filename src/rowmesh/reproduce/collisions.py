@@ -10,7 +10,7 @@ from rowmesh.features import KeyedJaggedTensor
 from rowmesh.placement import Copies, Plan, TablePlan
 from rowmesh.placement.hot import hot_ids
 
-__all__ = ["share_of_collisions"]
+__all__ = ["count_collisions", "share_of_collisions"]
 
 
 def share_of_collisions(plan: Plan, steps: Sequence[Sequence[KeyedJaggedTensor]]) -> float | None:
@@ -27,6 +27,12 @@ def share_of_collisions(plan: Plan, steps: Sequence[Sequence[KeyedJaggedTensor]]
     Returns:
         None if nothing is fetched.
     """
+    late, fetched = count_collisions(plan, steps)
+    return late / fetched if fetched else None
+
+
+def count_collisions(plan: Plan, steps: Sequence[Sequence[KeyedJaggedTensor]]) -> tuple[int, int]:
+    """The two sums of `share_of_collisions`: late rows, and rows to fetch."""
     late = fetched = 0
     for table in plan.tables:
         if table.rest.copies is Copies.WORLD:
@@ -36,7 +42,7 @@ def share_of_collisions(plan: Plan, steps: Sequence[Sequence[KeyedJaggedTensor]]
             updated = np.unique(np.concatenate(before))
             fetched += sum(len(rows) for rows in after)
             late += sum(int(np.isin(rows, updated).sum()) for rows in after)
-    return late / fetched if fetched else None
+    return late, fetched
 
 
 def _cold_rows(table: TablePlan, batch: KeyedJaggedTensor) -> NDArray[np.int64]:

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from rowmesh.data import SyntheticClicks
-from rowmesh.errors import InputError, LabError, check_range
-from rowmesh.lab import Lab, parse_rate
+from rowmesh.errors import InputError, check_range
+from rowmesh.lab import parse_rate
+from rowmesh.reproduce.hosts import run_on_hosts
 from rowmesh.reproduce.sweep import Setting
 from rowmesh.train.config import RunConfig
 from rowmesh.train.model import ModelConfig
 
 __all__ = ["P2res", "measure_p2res", "settings_of"]
-
-_LONGEST_S = 3600.0  # of one shape at one rate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,23 +83,10 @@ def measure_p2res(
         InputError: Where emulated hosts are not permitted.
         LabError: If the ranks of a shape fail.
     """
+    asked = json.dumps(dataclasses.asdict(what))
     for hosts, local in what.shapes:
         for rate in what.rates:
             on_stage(f"{hosts}x{local} at {rate}")
-            for case in _measure(what, hosts, local, rate):
+            words = ["-m", "rowmesh.reproduce.p2res_rank", asked]
+            for case in run_on_hosts(words, hosts=hosts, local=local, rate=rate):
                 yield case | {"rate": rate}
-
-
-def _measure(what: P2res, hosts: int, local: int, rate: str) -> Iterator[dict[str, Any]]:
-    asked = json.dumps(dataclasses.asdict(what))
-    with Lab(hosts, rate=rate) as lab:
-        run = lab.launch(
-            ["-m", "rowmesh.reproduce.p2res_rank", asked],
-            ranks_per_host=local,
-            timeout_s=_LONGEST_S,
-        )
-        for line in run.lines:
-            if line.startswith("{"):
-                yield json.loads(line)
-        if run.poll() != 0:
-            raise LabError(f"{hosts}x{local} at {rate}: {run.failure()}")

@@ -1,6 +1,7 @@
-"""Rows that every rank holds: their dense sums, and how homes and copies are kept the same."""
+"""Copies of rows: their dense sums, and how homes and copies are kept the same."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from rowmesh.runtime.places import DENSE_SUMS, Region
 from rowmesh.runtime.tickets import Stack, Ticket
+from rowmesh.topology import Topology
 
 if TYPE_CHECKING:
     from rowmesh.runtime.embeddings import ShardedEngine
@@ -80,13 +82,20 @@ def make_riders(engine: "ShardedEngine", sums: str) -> list[CopyRider]:
 def refresh_homes(engine: "ShardedEngine", *, table: int | None = None) -> None:
     """Copy hot rows, of all tables or of one, and their optimiser state back to their homes.
 
-    Each rank does so with its own homes.
+    Collective:
+        All ranks. Copies on every rank need no message; a copy per host comes from the rank that
+        has it on the home's host.
     """
-    for stack, region, rows in _hot_regions(engine, table):
-        if region.rank == engine.mesh.rank:
-            slots = torch.from_numpy(region.home_slots()).to(stack.home.device)
-            for home, copies in _tensors(stack):
-                home.index_copy_(0, slots, copies[rows])
+    mesh = engine.mesh
+    for copied in _copied(engine, table):
+        home, source = copied.region.rank, copied.holder_beside_home(mesh.topology)
+        for here, there in copied.tensors(mesh.rank):
+            part = there if mesh.rank == source else copied.new_part(here)
+            if source != home:
+                _send(engine, part, source, [home])
+            if mesh.rank == home:
+                slots = torch.from_numpy(copied.region.home_slots()).to(here.device)
+                here.index_copy_(0, slots, part)
 
 
 def refresh_copies(engine: "ShardedEngine", *, table: int | None = None) -> None:
@@ -95,29 +104,57 @@ def refresh_copies(engine: "ShardedEngine", *, table: int | None = None) -> None
     Collective:
         All ranks.
     """
+    mesh = engine.mesh
+    for copied in _copied(engine, table):
+        home = copied.region.rank
+        for here, there in copied.tensors(mesh.rank):
+            part = there if mesh.rank in copied.holders else copied.new_part(here)
+            if mesh.rank == home:
+                slots = torch.from_numpy(copied.region.home_slots()).to(here.device)
+                part.copy_(here.index_select(0, slots))
+            _send(engine, part, home, copied.holders)
+
+
+def _send(engine: "ShardedEngine", part: Tensor, source: int, targets: list[int]) -> None:
     from rowmesh.runtime.regions import send_bytes
 
-    everyone = list(range(engine.mesh.world))
-    for stack, region, rows in _hot_regions(engine, table):
-        slots = torch.from_numpy(region.home_slots()).to(stack.home.device)
-        for home, copies in _tensors(stack):
-            if region.rank == engine.mesh.rank:
-                copies[rows] = home.index_select(0, slots)
-            part = copies[rows]
-            send_bytes(engine, part, source=region.rank, targets=everyone, edge="tier move")
+    send_bytes(engine, part, source=source, targets=targets, edge="tier move")
 
 
-def _hot_regions(
-    engine: "ShardedEngine", table: int | None
-) -> Iterator[tuple[Stack, Region, slice]]:
-    """With the stack and the rows of its copies."""
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    """Hot rows with one home rank, and the ranks that have a copy of them."""
+
+    stack: Stack
+    region: Region
+    holders: list[int]
+
+    def holder_beside_home(self, topology: Topology) -> int:
+        """The home itself, or the rank of its host that has the host's copy."""
+        home, holder = self.region.rank, self.region.holder
+        return home if holder is None else topology.host(home) * topology.local + holder
+
+    def tensors(self, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """A home stack, and these rows' copies if ``rank`` has them: weights, then every state."""
+        stack, region = self.stack, self.region
+        rows = slice(region.start, region.start + region.num_rows)
+        names = [None, *stack.home_state]
+        for name in names:
+            home = stack.home if name is None else stack.home_state[name]
+            copies = stack.copies if name is None else stack.copies_state[name]
+            there = copies if region.holder is None else stack.host_copies(rank, home)
+            yield home[: stack.layout.home_slots[rank]], there[rows]
+
+    def new_part(self, like: Tensor) -> Tensor:
+        return like.new_empty((self.region.num_rows, *like.shape[1:]))
+
+
+def _copied(engine: "ShardedEngine", table: int | None) -> Iterator[_Copied]:
+    topology = engine.mesh.topology
     for stack in engine.stacks:
-        for region in stack.layout.hot:
+        for region in (*stack.layout.hot, *stack.layout.host_copies):
             if table is None or region.table == table:
-                yield stack, region, slice(region.start, region.start + region.num_rows)
-
-
-def _tensors(stack: Stack) -> list[tuple[Tensor, Tensor]]:
-    """Home and copies: of the weights, and of every state."""
-    states = [(stack.home_state[name], stack.copies_state[name]) for name in stack.home_state]
-    return [(stack.home, stack.copies), *states]
+                holders = list(range(topology.world))
+                if region.holder is not None:
+                    holders = holders[region.holder :: topology.local]
+                yield _Copied(stack, region, holders)

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from rowmesh.comm.exchange import Handle, Lane
+from rowmesh.comm.exchange import ChannelPool, Handle, Lane
 from rowmesh.comm.mesh import Mesh
 from rowmesh.placement.dense import bucket_parameters
 
@@ -53,6 +53,7 @@ class _Bucket:
         mesh: Mesh,
         number: int,
         span: int,
+        pool: ChannelPool,
     ) -> None:
         self.parameters, self.mesh, self.number = list(parameters), mesh, number
         self.riders = list(riders)
@@ -68,10 +69,10 @@ class _Bucket:
         group = list(range(mesh.rank - place, mesh.rank - place + span))
         name = f"dense bucket {number}" if self.parameters else "dense sums of hot rows"
         edge = "dense" if self.parameters else "hot gradients"
-        self._near = _Ring(name, mesh, group, self._flat, edge)
+        self._near = _Ring(name, mesh, group, self._flat, edge, pool)
         chunk = self._near.chunks[place]
         peers = list(range(place, mesh.world, span))
-        self._far = _Ring(f"{name}, groups", mesh, peers, chunk, edge)
+        self._far = _Ring(f"{name}, groups", mesh, peers, chunk, edge, pool)
 
     def reset(self) -> None:
         """Wait for every gradient anew."""
@@ -148,15 +149,21 @@ class _Ring:
     """Ranks that each add up one chunk of a vector and send the sum to the others."""
 
     def __init__(
-        self, name: str, mesh: Mesh, ranks: Sequence[int], vector: Tensor, edge: str
+        self,
+        name: str,
+        mesh: Mesh,
+        ranks: Sequence[int],
+        vector: Tensor,
+        edge: str,
+        pool: ChannelPool,
     ) -> None:
         self._edge = edge
         self.ranks, self._place = list(ranks), list(ranks).index(mesh.rank)
         chunks = vector.split(max(1, -(-len(vector) // len(ranks))))
         self.chunks = [*chunks, *(vector[:0],) * (len(ranks) - len(chunks))]
         self._found = vector.new_empty((len(ranks), len(self.chunks[self._place])))
-        self._parts = mesh.wire.channel(name, Lane.GRADS)
-        self._sums = mesh.wire.channel(f"{name}, sums", Lane.GRADS)
+        self._parts = pool.channel(name, Lane.GRADS)
+        self._sums = pool.channel(f"{name}, sums", Lane.GRADS)
 
     def send_parts(self, sequence: int) -> Handle:
         """Every rank's part of every chunk to the rank that adds it up."""
@@ -211,26 +218,42 @@ class DenseBuckets:
         self.parameters = list(parameters)
         self.is_accumulating = False
         self._is_active = False
+        self._mesh, self._span, self._pool = mesh, span, ChannelPool(mesh.wire)
         self._buckets: list[_Bucket] = []
+        self._members: list[list[nn.Parameter]] = []
         if mesh.world == 1:
             return
         sizes = [p.numel() for p in parameters]
-        members = [[parameters[i] for i in bucket] for bucket in bucket_parameters(sizes)]
-        loads: list[tuple[list[nn.Parameter], Sequence[Rider]]] = [(m, ()) for m in members]
+        self._members = [[parameters[i] for i in bucket] for bucket in bucket_parameters(sizes)]
+        for number, chosen in enumerate(self._members):
+            for parameter in chosen:
+                parameter.register_post_accumulate_grad_hook(lambda _, n=number: self._ready(n))
+        self.set_riders(riders, own)
+
+    def set_riders(self, riders: Sequence[Rider], own: Sequence[Rider]) -> None:
+        """Take these aboard from now on, instead of others.
+
+        Collective:
+            All ranks, between steps.
+        """
+        if self._mesh.world == 1:
+            return
+        loads: list[tuple[list[nn.Parameter], Sequence[Rider]]] = [(m, ()) for m in self._members]
         if loads:
-            loads[-1] = (members[-1], riders)
+            loads[-1] = (self._members[-1], riders)
         else:
             own = [*own, *riders]
         loads += [([], own)] if own else []
+        self._pool.begin_anew()
+        self._buckets = []
         for number, (chosen, aboard) in enumerate(loads):
-            bucket = _Bucket(chosen, aboard, mesh, number, span)
+            bucket = _Bucket(chosen, aboard, self._mesh, number, self._span, self._pool)
             self._buckets.append(bucket)
-            for parameter in chosen:
-                parameter.register_post_accumulate_grad_hook(lambda _, b=bucket: self._ready(b))
             for rider in aboard:
-                rider.on_ready = functools.partial(self._ready, bucket)
+                rider.on_ready = functools.partial(self._ready, number)
 
-    def _ready(self, bucket: _Bucket) -> None:
+    def _ready(self, number: int) -> None:
+        bucket = self._buckets[number]
         self._is_active = True
         if bucket.is_launched:
             bucket.is_stale = True  # a second backward added to what was sent

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rowmesh.comm.exchange import Handle, Lane
+from rowmesh.comm.exchange import ChannelPool, Handle, Lane
 from rowmesh.comm.mesh import Mesh
 from rowmesh.errors import InputError, RowmeshError, StepError
 from rowmesh.features import KeyedJaggedTensor
@@ -49,31 +49,49 @@ class ShardedEngine:
     ) -> None:
         self.path, self.readers, self.tables = path, list(readers), list(tables)
         self.pooled, self.weighted = pooled, weighted
-        self.stacks, self.mesh, self.span = list(stacks), mesh, span
+        self.mesh, self.span = mesh, span
         self.tickets: list[Ticket] = []
         self.is_accumulating = False
         self.on_all_sent: Callable[[], None] | None = None
+        self._anchor = torch.zeros((), device=mesh.device, requires_grad=True)
+        self._number, self._num_trained = 0, 0
+        self.pool = ChannelPool(mesh.wire)
+        self.exports = mesh.wire.channel(f"export of {path}", Lane.ROWS)
+        self.num_exports = 0
+        self._leaving: list[Handle] = []
+        self.set_stacks(stacks)
+
+    def set_stacks(self, stacks: Sequence[Stack]) -> None:
+        """Look up rows in these stacks from now on; whoever keeps something of them begins anew.
+
+        Collective:
+            All ranks, between steps.
+        """
+        self._end_sends()
+        self.stacks = list(stacks)
+        self.pool.begin_anew()
+        path, channel = self.path, self.pool.channel
         wide = any(max(s.layout.asked_slots) >= 1 << 31 for s in stacks)
         self.id_dtype = torch.int64 if wide else torch.int32
-        self._anchor = torch.zeros((), device=mesh.device, requires_grad=True)
-        self._leaving: list[Handle] = []
-        self._scratch = Scratch(mesh.device)
-        self._number, self._num_trained = 0, 0
-        wire = mesh.wire
-        self._counts = wire.channel(f"counts of {path}", Lane.CONTROL)
-        self._ids = wire.channel(f"ids of {path}", Lane.CONTROL)
-        self._weights = wire.channel(f"sample weights of {path}", Lane.CONTROL)
-        self._vectors = [wire.channel(f"vectors of {path}", Lane.ROWS) for _ in stacks]
-        self._backward = [wire.channel(f"gradients of {path}", Lane.GRADS) for _ in stacks]
-        self._copied = [wire.channel(f"hot gradients of {path}", Lane.GRADS) for _ in stacks]
+        self._scratch = Scratch(self.mesh.device)
+        self._counts = channel(f"counts of {path}", Lane.CONTROL)
+        self._ids = channel(f"ids of {path}", Lane.CONTROL)
+        self._weights = channel(f"sample weights of {path}", Lane.CONTROL)
+        self._vectors = [channel(f"vectors of {path}", Lane.ROWS) for _ in stacks]
+        self._backward = [channel(f"gradients of {path}", Lane.GRADS) for _ in stacks]
+        self._copied = [channel(f"hot gradients of {path}", Lane.GRADS) for _ in stacks]
+        self._shared = [channel(f"host gradients of {path}", Lane.GRADS) for _ in stacks]
         self.relays = {
-            i: Relay(path, stack.layout, mesh, self.id_dtype)
+            i: Relay(path, stack.layout, self.mesh, self.id_dtype, self.pool)
             for i, stack in enumerate(stacks)
             if stack.layout.is_relayed
         }
         self.riders: list[CopyRider] = []
-        self.exports = wire.channel(f"export of {path}", Lane.ROWS)
-        self.num_exports = 0
+
+    def _end_sends(self) -> None:
+        for handle in self._leaving:
+            handle.wait()
+        self._leaving.clear()
 
     def __deepcopy__(self, memo: Any) -> "ShardedEngine":
         raise StepError(
@@ -138,9 +156,7 @@ class ShardedEngine:
         self, features: Any, training: bool
     ) -> tuple[KeyedJaggedTensor, list[Route], RowmeshError | None]:
         """Check and route the batch; an error goes into the status word, not up."""
-        for handle in self._leaving:
-            handle.wait()
-        self._leaving.clear()
+        self._end_sends()
         try:
             if training and not self.is_accumulating and any(t.is_sent for t in self.tickets):
                 raise StepError(
@@ -342,11 +358,11 @@ class ShardedEngine:
             )
         for i, (stack, grad) in enumerate(zip(self.stacks, grads, strict=True)):
             if stack.layout.trainable:  # frozen tables send nothing back
-                channels = (self._backward[i], self._copied[i])
-                send_back(ticket, i, grad.contiguous(), channels, self._scratch)
+                channels = (self._backward[i], self._copied[i], self._shared[i])
+                send_back(ticket, i, grad.contiguous(), channels, stack.layout, self._scratch)
             else:
-                ticket.home.append(grad[:0], [], None)
-                ticket.copied.append(grad[:0], [], None)
+                for arrivals in (ticket.home, ticket.copied, ticket.shared):
+                    arrivals.append(grad[:0], [], None)
                 ticket.dense.append(grad[:0])
         ticket.is_sent = True
         is_last = not self.is_accumulating and all(t.is_sent for t in self.tickets)

@@ -3,8 +3,8 @@
 import functools
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from rowmesh.comm.exchange import Lane
 from rowmesh.nn.kernels import coalesce
 from rowmesh.runtime.embeddings import ShardedEngine
-from rowmesh.runtime.sets import decode_set, encode_set, set_words
+from rowmesh.runtime.sums import HostSums, spread, sum_labels, ticket_starts
 from rowmesh.runtime.tickets import Stack, Ticket
 
 __all__ = ["RowGradient", "SparseGradients"]
@@ -23,11 +23,12 @@ class RowGradient:
     """The summed gradient of distinct rows of this rank's home or copies of a stack.
 
     ``own`` are the entries this rank counts in a norm over ranks: all of a home's, and its share
-    of the copies'. ``stack`` is the number of the stack.
+    of the copies'. ``stack`` is the number of the stack. Copies for the ``host`` are rows of the
+    home stack behind the home rows.
     """
 
     stack: int
-    is_copied: bool
+    kind: Literal["home", "copies", "host"]
     weight: Tensor
     state: dict[str, Tensor]
     rows: Tensor
@@ -42,14 +43,14 @@ class SparseGradients:
         self._engine = engine
         layouts = [stack.layout for stack in engine.stacks]
         self._copied = [i for i, x in enumerate(layouts) if x.copy_bounds[-1] and x.trainable]
+        self._shared = [i for i, x in enumerate(layouts) if x.host_copies and x.trainable]
         self._sums: Future[list[RowGradient]] | None = None
         self._sequence = 0
-        wire = engine.mesh.wire
-        self._counts = wire.channel(f"hot counts of {engine.path}", Lane.CONTROL)
-        self._ids = [wire.channel(f"hot rows of {engine.path}", Lane.GRADS) for _ in self._copied]
-        self._values = [
-            wire.channel(f"hot sums of {engine.path}", Lane.GRADS) for _ in self._copied
-        ]
+        channel = engine.pool.channel
+        self._counts = channel(f"hot counts of {engine.path}", Lane.CONTROL)
+        self._ids = [channel(f"hot rows of {engine.path}", Lane.GRADS) for _ in self._copied]
+        self._values = [channel(f"hot sums of {engine.path}", Lane.GRADS) for _ in self._copied]
+        self._host_sums = HostSums(engine, self._shared)
         engine.on_all_sent = self._all_sent
 
     def reduce(self) -> list[RowGradient]:
@@ -90,6 +91,7 @@ class SparseGradients:
             ticket.home.wait()
             if self._sums is None:  # else the communication thread waits for them
                 ticket.copied.wait()
+                ticket.shared.wait()
         if self._sums is not None:
             self._await(self._sums)
         self._engine.tickets = [t for t in self._engine.tickets if not t.is_sent]
@@ -109,25 +111,12 @@ class SparseGradients:
         self._launch()
 
     def _launch(self) -> None:
-        if self._copied:
+        if self._copied or self._shared:
             self._sequence += 1
             tickets, sequence = self._sent(), self._sequence
             owner = f"sums of {self._engine.path}"
             work = functools.partial(self._sum_copies, tickets, sequence)
             self._sums = self._engine.mesh.later(owner, work)
-
-    def _labels(self, sizes: Sequence[Sequence[int]], repeats: bool, device: Any) -> list[Tensor]:
-        """What tells apart the parts of a sum; ``sizes[source][ticket]`` entries of each."""
-        flat = torch.tensor([n for row in sizes for n in row], device=device)
-        part = torch.arange(len(flat), dtype=torch.int32, device=device)
-        part = torch.repeat_interleave(part, flat)
-        num_tickets, span = len(sizes[0]), self._engine.span
-        labels = [part] if repeats or num_tickets > 1 else []
-        if num_tickets > 1:
-            labels.append(part // num_tickets)
-        if span < len(sizes):
-            labels.append(part // (num_tickets * span))
-        return labels
 
     def _home(self, number: int, stack: Stack, tickets: Sequence[Ticket]) -> RowGradient:
         """Add the gradients of this rank's home rows."""
@@ -135,8 +124,11 @@ class SparseGradients:
         sizes: list[list[int]] = []
         for source in range(self._engine.mesh.world):
             sizes.append([])
-            for first, ticket in zip(_firsts(tickets, number), tickets, strict=True):
+            for first, ticket in zip(ticket_starts(tickets, number), tickets, strict=True):
                 request = ticket.asked[number][source]
+                if stack.layout.host_copies:
+                    num_home = request.num_home(stack.layout.home_slots[self._engine.mesh.rank])
+                    request = replace(request, rows=request.rows[:num_home])
                 slots.append(request.rows)
                 if len(request.pooled):
                     slots.append(request.pooled_slots())
@@ -150,11 +142,11 @@ class SparseGradients:
             torch.cat(parts) if len(parts) > 1 else parts[0],
             index=torch.cat(index),
             weights=torch.cat(weights) if weights and stack.layout.has_pooled else None,
-            labels=self._labels(sizes, stack.layout.has_repeats, slots[0].device),
+            labels=sum_labels(sizes, stack.layout.has_repeats, self._engine.span, slots[0].device),
         )
         return RowGradient(
             stack=number,
-            is_copied=False,
+            kind="home",
             weight=stack.home,
             state=stack.home_state,
             rows=rows,
@@ -165,7 +157,21 @@ class SparseGradients:
     def _sum_copies(self, tickets: Sequence[Ticket], sequence: int) -> list[RowGradient]:
         """Add the gradients of copied rows at their sum owners; every rank gets all sums."""
         with self._engine.mesh.trace.phase("hot sums"):
-            return self._exchange_sums(tickets, sequence)
+            found = self._exchange_sums(tickets, sequence) if self._copied else []
+            for number, rows, grad, own in self._host_sums.exchange(tickets, sequence):
+                stack = self._engine.stacks[number]
+                found.append(
+                    RowGradient(
+                        stack=number,
+                        kind="host",
+                        weight=stack.home,
+                        state=stack.home_state,
+                        rows=rows,
+                        grad=grad,
+                        own=own,
+                    )
+                )
+            return found
 
     def _exchange_sums(self, tickets: Sequence[Ticket], sequence: int) -> list[RowGradient]:
         mesh = self._engine.mesh
@@ -192,7 +198,7 @@ class SparseGradients:
         sizes: list[list[int]] = []
         for source in range(self._engine.mesh.world):
             sizes.append([])
-            for first, ticket in zip(_firsts(tickets, number), tickets, strict=True):
+            for first, ticket in zip(ticket_starts(tickets, number), tickets, strict=True):
                 copied = ticket.asked[number][source].copied
                 start = first + ticket.copied.firsts[number][source]
                 rows.append(copied)
@@ -203,7 +209,7 @@ class SparseGradients:
             torch.cat(rows),
             torch.cat(parts) if len(parts) > 1 else parts[0],
             index=torch.cat(index),
-            labels=self._labels(sizes, False, rows[0].device),
+            labels=sum_labels(sizes, False, self._engine.span, rows[0].device),
         )
 
     def _spread(
@@ -213,38 +219,24 @@ class SparseGradients:
         engine, mesh = self._engine, self._engine.mesh
         stack = engine.stacks[number]
         bounds, dtype = stack.layout.copy_bounds, engine.id_dtype
-        sizes = [bounds[r + 1] - bounds[r] for r in range(mesh.world)]
-        words = [
-            torch.empty(set_words(c, s), dtype=dtype, device=mesh.device)
-            for c, s in zip(counts, sizes, strict=True)
-        ]
-        words[mesh.rank] = encode_set(rows, sizes[mesh.rank], dtype=dtype)
-        total = sums.new_empty((sum(counts), stack.layout.dim))
-        parts = total.split(counts)
-        parts[mesh.rank].copy_(sums)
-        handles = [
-            channel.post(
-                sequence,
-                sends=[(p, mine) for p in mesh.peers()],
-                receives=[(p, theirs[p]) for p in mesh.peers()],
-                edge="hot gradients",
-            )
-            for channel, mine, theirs in (
-                (self._ids[k], words[mesh.rank], words),
-                (self._values[k], sums, parts),
-            )
-        ]
-        for handle in handles:
-            handle.wait()
-        found = [decode_set(words[r], counts[r], sizes[r]) + bounds[r] for r in range(mesh.world)]
+        found, total = spread(
+            (self._ids[k], self._values[k]),
+            sequence,
+            ranks=range(mesh.world),
+            bounds=bounds,
+            counts=counts,
+            rows=rows,
+            sums=sums,
+            dtype=dtype,
+        )
         first = sum(counts[: mesh.rank])
-        return self._of_copies(number, torch.cat(found), total, slice(first, first + len(rows)))
+        return self._of_copies(number, found, total, slice(first, first + len(rows)))
 
     def _of_copies(self, number: int, rows: Tensor, grad: Tensor, own: slice) -> RowGradient:
         stack = self._engine.stacks[number]
         return RowGradient(
             stack=number,
-            is_copied=True,
+            kind="copies",
             weight=stack.copies,
             state=stack.copies_state,
             rows=rows,
@@ -261,12 +253,3 @@ class SparseGradients:
             own = slice(share * mesh.rank, share * (mesh.rank + 1))
             found.append(self._of_copies(rider.number, rows, grad, own))
         return found
-
-
-def _firsts(tickets: Sequence[Ticket], number: int) -> list[int]:
-    """Where each ticket's gradients of a stack begin once they are put one after the other.
-
-    Home and copied gradients of a ticket lie in one buffer (`send_back`), so one list does.
-    """
-    lengths = [len(t.home.grads[number]) for t in tickets]
-    return [sum(lengths[:k]) for k in range(len(tickets))]

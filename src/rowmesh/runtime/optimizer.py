@@ -49,8 +49,6 @@ class Optimizer(torch.optim.Optimizer):
             raise InputError("this model has an rm.Optimizer already: one steps all its tables")
         self._mesh = self._engines[0].mesh if self._engines else None
         self._trace = self._mesh.trace if self._mesh is not None else Recorder()
-        self._sparse = [SparseGradients(engine) for engine in self._engines]
-        self._squares = [ColumnSquares(engine) for engine in self._engines]
         self._rule, self._buckets = sparse, buckets
         self._pending: list[list[RowGradient]] | None = None
         for engine in self._engines:
@@ -61,12 +59,22 @@ class Optimizer(torch.optim.Optimizer):
                         (stack.copies, stack.copies_state),
                     ):
                         state |= sparse.new_state(*weight.shape, device=weight.device)
+        self.attach()
         self.dense = dense(buckets.parameters) if buckets.parameters else None
         group = {"params": [], "lr": sparse.lr, "name": "sparse"}
         super().__init__([{**group, "params": [nn.Parameter(torch.zeros(0))]}], {"lr": sparse.lr})
         sparse_group = self.param_groups[0] | {"params": []}
         self.param_groups = [*(self.dense.param_groups if self.dense else ()), sparse_group]
         self._is_built = True
+
+    def attach(self) -> None:
+        """Collect gradients for the model's stacks as they are now: after rows have moved.
+
+        Collective:
+            All ranks, between steps.
+        """
+        self._sparse = [SparseGradients(engine) for engine in self._engines]
+        self._squares = [ColumnSquares(engine) for engine in self._engines]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -1,4 +1,8 @@
-"""Regions: where rows of a table lie in home stacks and copies stacks; hot rows among them."""
+"""Regions: where rows of a table lie in home stacks and copies stacks; hot rows among them.
+
+Hot rows are copied to every rank, or to one rank of every host: row i of a hot set of the latter
+kind lies with local rank i mod L, or all of them with one. The copies of a row are with peers.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -7,9 +11,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rowmesh.placement import Homes, TablePlan, hot_ids
+from rowmesh.placement import Copies, Homes, TablePlan, hot_ids
+from rowmesh.placement.hot import holders
+from rowmesh.topology import Topology
 
-__all__ = ["DENSE_SUMS", "Region", "find_hot", "index_hot", "lay_copies"]
+__all__ = ["DENSE_SUMS", "Region", "find_hot", "index_hot", "lay_copies", "lay_host_copies"]
 
 Ints = NDArray[np.int64]
 DENSE_SUMS: Final = ("dense", "bucket")
@@ -29,6 +35,9 @@ class Region:
         sums: Of copies: how gradients are added up.
         hot: Of hot rows: the ids, ascending.
         home_start: Of hot rows: first slot of the home region of their piece and owner.
+        tier: Of hot rows: the number of their tier.
+        holder: Of copies per host: the local rank that has them; ``start`` counts from its first
+            such copy.
     """
 
     table: int
@@ -40,6 +49,8 @@ class Region:
     sums: str = "sparse"
     hot: Ints | None = field(default=None, compare=False)
     home_start: int = 0
+    tier: int = 0
+    holder: int | None = None
 
     @property
     def num_rows(self) -> int:
@@ -55,15 +66,25 @@ class Region:
         return self.homes.slots(self.rows()) + self.home_start
 
 
-def find_hot(plans: Sequence[TablePlan], home: Sequence[Region]) -> list[Region]:
-    """The hot rows of every home region, in the order of home slots."""
-    found = []
+def find_hot(
+    plans: Sequence[TablePlan], home: Sequence[Region], local: int
+) -> tuple[list[Region], list[Region]]:
+    """The hot rows of every home region, in the order of home slots: of the world, and per host."""
+    everywhere, per_host = [], []
     for region in sorted(home, key=lambda region: (region.rank, region.start)):
-        for tier, rows in plans[region.table].hot:
+        for number, (tier, rows) in enumerate(plans[region.table].hot):
             ids = hot_ids(rows, where=f"table {plans[region.table].name!r}")
-            mine = ids[region.homes.owners(ids) == region.owner]
-            found.append(replace(region, hot=mine, home_start=region.start, sums=tier.sums))
-    return found
+            mine = region.homes.owners(ids) == region.owner
+            hot = replace(region, home_start=region.start, sums=tier.sums, tier=number)
+            if tier.copies is Copies.WORLD:
+                everywhere.append(replace(hot, hot=ids[mine]))
+                continue
+            held = holders(tier, len(ids), local)
+            for holder in np.unique(held).tolist():
+                part = ids[mine & (held == holder)]
+                if len(part):
+                    per_host.append(replace(hot, hot=part, holder=holder))
+    return everywhere, per_host
 
 
 def lay_copies(
@@ -86,13 +107,49 @@ def lay_copies(
     return laid[: len(copied)], laid[len(copied) :], bounds[: world + 1], bounds[world:]
 
 
-def index_hot(hot: Sequence[Region], home_slots: Sequence[int]) -> tuple[Ints, Ints, Ints]:
-    """Key, home rank and slot of every hot row, in the order of keys."""
+def lay_host_copies(
+    regions: Sequence[Region], topology: Topology
+) -> tuple[list[Region], list[list[int]]]:
+    """The regions with their places among a holder's copies; where each host's sums begin.
+
+    A holder has those first whose homes are on host 0, then on host 1, ...; the peer on that host
+    adds up their gradients. The bounds are ``[L][H + 1]``.
+    """
+    laid: list[Region] = []
+    bounds = []
+    for holder in range(topology.local):
+        at, mine = 0, [0]
+        for host in range(topology.hosts):
+            for region in regions:
+                if (topology.host(region.rank), region.holder) == (host, holder):
+                    laid.append(replace(region, start=at))
+                    at += region.num_rows
+            mine.append(at)
+        bounds.append(mine)
+    return laid, bounds
+
+
+def index_hot(
+    regions: Sequence[Region], asked_slots: Sequence[int], places: Sequence[tuple[int, int]]
+) -> tuple[Ints, ...]:
+    """Of every hot row, in the order of home keys: that key, its rank, its other key, its rank.
+
+    Keys are those of `rowmesh.runtime.routes` without bags.
+
+    Args:
+        regions: Of hot rows.
+        asked_slots: ``[W]`` slots of each rank.
+        places: Of each region the rank to read it from (W: this rank's copies) and its first slot.
+    """
     nothing: Ints = np.empty(0, dtype=np.int64)
-    first = np.cumsum([0, *home_slots])
-    keys = [region.home_slots() + first[region.rank] for region in hot]
-    ranks = [np.full(region.num_rows, region.rank) for region in hot]
-    slots = [np.arange(region.start, region.start + region.num_rows) for region in hot]
-    found = [np.concatenate([nothing, *parts]) for parts in (keys, ranks, slots)]
+    first = np.cumsum([0, *asked_slots])
+    columns: list[list[Ints]] = [[nothing], [nothing], [nothing], [nothing]]
+    for region, (target, start) in zip(regions, places, strict=True):
+        size = region.num_rows
+        columns[0].append(region.home_slots() + first[region.rank])
+        columns[1].append(np.full(size, region.rank))
+        columns[2].append(np.arange(size) + (first[target] + start))
+        columns[3].append(np.full(size, target))
+    found = [np.concatenate(parts) for parts in columns]
     order = np.argsort(found[0], kind="stable")
-    return found[0][order], found[1][order], found[2][order]
+    return tuple(part[order] for part in found)

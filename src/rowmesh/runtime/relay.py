@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from rowmesh.comm.exchange import Lane
+from rowmesh.comm.exchange import ChannelPool, Lane
 from rowmesh.comm.mesh import Mesh
 from rowmesh.nn.kernels import coalesce, run_starts
 from rowmesh.runtime.requests import Request
@@ -34,9 +34,12 @@ class Relay:
         layout: With ``is_relayed``.
         mesh: All ranks make the same relays in one order.
         dtype: Of ids on the wire.
+        pool: Of the collection.
     """
 
-    def __init__(self, name: str, layout: StackLayout, mesh: Mesh, dtype: torch.dtype) -> None:
+    def __init__(
+        self, name: str, layout: StackLayout, mesh: Mesh, dtype: torch.dtype, pool: ChannelPool
+    ) -> None:
         self._layout, self._mesh, self._dtype = layout, mesh, dtype
         local, self._local = mesh.topology.local, mesh.rank % mesh.topology.local
         first = mesh.rank - self._local
@@ -44,11 +47,10 @@ class Relay:
         slots = [layout.home_slots[rank] for rank in self._beside]
         self._slots = list(accumulate(slots, initial=0))
         self.askers = list(range(self._local, mesh.world, local))
-        wire = mesh.wire
-        self._counts = wire.channel(f"relayed counts of {name}", Lane.CONTROL)
-        self._ids = wire.channel(f"relayed ids of {name}", Lane.CONTROL)
-        self._rows = wire.channel(f"relayed rows of {name}", Lane.ROWS)
-        self._grads = wire.channel(f"relayed gradients of {name}", Lane.GRADS)
+        self._counts = pool.channel(f"relayed counts of {name}", Lane.CONTROL)
+        self._ids = pool.channel(f"relayed ids of {name}", Lane.CONTROL)
+        self._rows = pool.channel(f"relayed rows of {name}", Lane.ROWS)
+        self._grads = pool.channel(f"relayed gradients of {name}", Lane.GRADS)
 
     @property
     def is_used(self) -> bool:

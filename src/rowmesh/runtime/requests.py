@@ -41,6 +41,13 @@ class Request:
         """What the owner must know before the ids arrive."""
         return [len(self.rows), len(self.pooled), self.num_pooled, len(self.copied)]
 
+    def num_home(self, home_slots: int) -> int:
+        """How many of ``rows``, ascending, are home rows; copies for the host follow."""
+        if not len(self.rows):
+            return 0
+        edge = torch.tensor(home_slots, dtype=self.rows.dtype, device=self.rows.device)
+        return int(torch.searchsorted(self.rows, edge))
+
     def pooled_slots(self) -> Tensor:
         """``pooled`` without the marks of continued bags."""
         return torch.where(self.pooled < 0, ~self.pooled, self.pooled)

@@ -10,7 +10,8 @@ Keys of a stack, ascending::
 Each run of equal keys is one *vector*: a row, a bag's partial sum, or a local copy's row. A
 vector buffer in key order has one contiguous slice per owner, which is sent or received as is.
 Hot rows are sorted by the keys of their homes, found among the distinct keys, and get the keys of
-their copies: their vectors move behind the others.
+their copies: a local copy's, or one of a rank of this host, whose copies lie behind its home rows.
+Their vectors move there.
 """
 
 from collections.abc import Sequence
@@ -61,6 +62,7 @@ class Route:
     Args:
         requests: One per rank.
         vector_bounds: ``[W + 1]`` slices of the vector buffer by owner; copies follow the last.
+        host_starts: ``[W]`` where in these slices the rows begin that are copied per host.
         copy_bounds: ``[W + 1]`` slices of the copied vectors by sum owner; those with dense sums
             follow the last.
         copied_slots: Rows of the copies stack to read.
@@ -70,6 +72,7 @@ class Route:
 
     requests: Sequence[Request]
     vector_bounds: Sequence[int]
+    host_starts: Sequence[int]
     copy_bounds: Sequence[int]
     copied_slots: Tensor
     forward: Sum
@@ -97,11 +100,13 @@ def route_bags(layout: StackLayout, bags: Bags, *, training: bool) -> Route:
     pooled = layout.is_pooled.index_select(0, bags.reader) if layout.has_pooled else None
     keys = _keys(layout, bags, entry, slot, pooled, bases)
     vector_keys, order, starts = _vectors(layout, bags, keys, first_copy=bases[-2])
-    edges = torch.tensor(
-        [*bases[:-1], *(bases[-2] + b for b in layout.copy_bounds)], device=keys.device
-    ).to(keys.dtype)
-    cuts = torch.searchsorted(vector_keys, edges).tolist()
-    by_region, copy_cuts = cuts[: 2 * world + 1], cuts[2 * world + 1 :]
+    edges = [*bases[:-1], *(bases[-2] + b for b in layout.copy_bounds)]
+    if layout.host_copies:
+        edges += [bases[2 * p] + slots for p, slots in enumerate(layout.home_slots)]
+    edge_keys = torch.tensor(edges, device=keys.device).to(keys.dtype)
+    cuts = torch.searchsorted(vector_keys, edge_keys).tolist()
+    by_region, copy_cuts = cuts[: 2 * world + 1], cuts[2 * world + 1 : 3 * world + 2]
+    vector_bounds = by_region[::2]
 
     first = torch.zeros(len(keys), dtype=torch.int32, device=keys.device)
     first[starts.long()] = 1
@@ -136,7 +141,8 @@ def route_bags(layout: StackLayout, bags: Bags, *, training: bool) -> Route:
         requests = [replace(r, copied=r.copied[:0]) for r in requests]
     return Route(
         requests=requests,
-        vector_bounds=[by_region[2 * owner] for owner in range(world + 1)],
+        vector_bounds=vector_bounds,
+        host_starts=cuts[3 * world + 2 :] or vector_bounds[1:],
         copy_bounds=copy_cuts,
         copied_slots=vector_keys[by_region[2 * world] :] - bases[-2],
         forward=forward,
@@ -197,10 +203,10 @@ def _vectors(
         return keys.index_select(0, starts), order, starts
     runs = run_starts(keys)
     distinct = keys.index_select(0, runs)
-    run, slot = _find_hot(layout, distinct, len(bags.lengths))
+    run, copy_keys = _find_hot(layout, distinct, len(bags.lengths))
     hot = torch.zeros(len(distinct), dtype=torch.bool, device=keys.device)
     hot[run] = True
-    distinct[run] = (slot + first_copy).to(keys.dtype)
+    distinct[run] = copy_keys.to(keys.dtype)
     if layout.all_deduped:
         starts, vector_keys = runs, distinct
     else:
@@ -210,7 +216,11 @@ def _vectors(
         vector_keys = distinct.index_select(0, of_run.index_select(0, starts))
     if not len(run):
         return vector_keys, order, starts
-    return _move(vector_keys, order, starts, first_copy, in_order=layout.hot_in_order)
+    if layout.host_copies:
+        place = torch.argsort(vector_keys, stable=True)
+    else:
+        place = _copies_last(vector_keys, first_copy, in_order=layout.hot_in_order)
+    return _move(vector_keys, order, starts, place)
 
 
 def _starts(
@@ -227,10 +237,11 @@ def _starts(
 
 
 def _find_hot(layout: StackLayout, distinct: Tensor, num_bags: int) -> tuple[Tensor, Tensor]:
-    """Which of the distinct keys, ascending, are of hot rows, and the slots of their copies."""
-    keys = layout.hot_keys
+    """Which of the distinct keys, ascending, are of hot rows, and the keys of their copies."""
+    keys, copy_keys = layout.hot_keys, layout.copy_keys
     if layout.has_pooled:
         keys = keys + num_bags * layout.hot_ranks
+        copy_keys = copy_keys + num_bags * layout.copy_ranks
     keys = keys.to(distinct.dtype)
     few, many = (keys, distinct) if len(keys) < len(distinct) else (distinct, keys)
     if not len(few):
@@ -239,18 +250,22 @@ def _find_hot(layout: StackLayout, distinct: Tensor, num_bags: int) -> tuple[Ten
     mine = (many.index_select(0, place) == few).nonzero().squeeze(1)
     place = place.index_select(0, mine)
     run, number = (place, mine) if few is keys else (mine, place)
-    return run, layout.hot_slots.index_select(0, number)
+    return run, copy_keys.index_select(0, number)
 
 
-def _move(
-    vector_keys: Tensor, order: Tensor, starts: Tensor, first_copy: int, *, in_order: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Vectors, and the ids of each, in the order of the vectors' keys: copies last."""
+def _copies_last(vector_keys: Tensor, first_copy: int, *, in_order: bool) -> Tensor:
+    """The order of vector keys that ascend but for those of copies."""
     is_copy = vector_keys >= first_copy
     cold, copies = ((~is_copy).nonzero().squeeze(1), is_copy.nonzero().squeeze(1))
     if not in_order:
         copies = copies.index_select(0, torch.argsort(vector_keys.index_select(0, copies)))
-    place = torch.cat([cold, copies])
+    return torch.cat([cold, copies])
+
+
+def _move(
+    vector_keys: Tensor, order: Tensor, starts: Tensor, place: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Vectors, and the ids of each, vector ``place[i]`` as the i-th."""
     old = starts.index_select(0, place)
     lengths = torch.diff(starts, append=starts.new_tensor([len(order)])).index_select(0, place)
     new = torch.cumsum(lengths, 0, dtype=starts.dtype).sub_(lengths)

@@ -30,7 +30,7 @@ from rowmesh.tables import (
     named_collections,
 )
 
-__all__ = ["shard"]
+__all__ = ["check_executable", "make_stack", "shard"]
 
 _Collection = EmbeddingBagCollection | EmbeddingCollection
 
@@ -65,7 +65,7 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
             f"the plan is for {plan.mesh.hosts} hosts x {plan.mesh.local} ranks, but the mesh has "
             f"{mesh.topology.hosts} x {mesh.topology.local}: make a plan for this mesh"
         )
-    _check_executable(plan)
+    check_executable(plan)
     collections = list(named_collections(model))
     _check_tables(plan, collections)
     model = adopt_collections(model)
@@ -96,7 +96,7 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
     return model
 
 
-def _check_executable(plan: Plan) -> None:
+def check_executable(plan: Plan) -> None:
     """Say which settings of a valid plan this version does not run."""
     world = plan.mesh.hosts * plan.mesh.local
     wanted = [
@@ -109,15 +109,15 @@ def _check_executable(plan: Plan) -> None:
             hot_ids(rows, where=f"table {table.name!r}")
         tier, where = table.rest, f" (table {table.name!r})"
         wanted += [
-            (any(t.copies is Copies.HOST for t in table.tiers), "copies per host" + where),
+            (tier.copies is Copies.HOST, "a copy per host of a whole table" + where),
             (tier.store != "ram", f"the {tier.store} store" + where),
         ]
     for is_wanted, what in wanted:
         if is_wanted:
             raise NotExecutable(
                 f"the plan is valid, but this version does not run {what}; it runs all splits of "
-                f"tables, and copies of tables or hot rows on every rank, in ram, over one shard "
-                f"group"
+                f"tables, copies of tables or hot rows on every rank, and copies of hot rows on "
+                f"every host, in ram, over one shard group"
             )
 
 
@@ -155,7 +155,7 @@ def _make_engine(
     layouts = lay_out(
         plans, module.readers, topology=mesh.topology, rank=mesh.rank, device=mesh.device
     )
-    stacks = [_make_stack(layout, mesh) for layout in layouts]
+    stacks = [make_stack(layout, mesh) for layout in layouts]
     for table, config in enumerate(module.configs()):
         for stack in stacks:
             for region in stack.layout.home:
@@ -164,6 +164,9 @@ def _make_engine(
             for region in (*stack.layout.copied, *stack.layout.hot):
                 if region.table == table:
                     _fill(stack.copies, region, module)
+            for region in stack.layout.host_copies:
+                if region.table == table and region.holder == mesh.rank % mesh.topology.local:
+                    _fill(stack.host_copies(mesh.rank), region, module)
         del module.table_modules()[config.name]  # frees a materialised table
     return ShardedEngine(
         path=path or "model",
@@ -177,11 +180,14 @@ def _make_engine(
     )
 
 
-def _make_stack(layout: StackLayout, mesh: Mesh) -> Stack:
+def make_stack(layout: StackLayout, mesh: Mesh) -> Stack:
+    """This rank's memory for a stack."""
+
     def empty(num_rows: int) -> Tensor:
         return allocate_rows(num_rows, layout.dim, dtype=layout.dtype, device=mesh.device)
 
-    home, copies = empty(layout.home_slots[mesh.rank]), empty(layout.num_copies)
+    home = empty(layout.home_slots[mesh.rank] + layout.num_host_copies)
+    copies = empty(layout.num_copies)
     return Stack(layout=layout, home=home, copies=copies)
 
 

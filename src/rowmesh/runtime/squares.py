@@ -4,7 +4,7 @@ Row-wise AdaGrad needs the mean over all columns of a row. Each owner of a colum
 squares of its column blocks, and every one adds all blocks in column order
 (`rowmesh.optim.squares`): the same bits on all of them, and those of a table that is not split.
 Pieces are asked for the same rows by everyone, so owners know how many rows to expect. Of hot rows
-every rank has all columns and adds their squares by itself.
+every rank, or one of every host, has all columns and adds their squares by itself.
 """
 
 from collections.abc import Sequence
@@ -36,13 +36,23 @@ class _Share:
         return (region.columns[1] - region.columns[0]) // self.block
 
 
+@dataclass(frozen=True, slots=True)
+class _Hot:
+    """Hot rows of this rank: the stack, the kind of gradient, and their first row in it."""
+
+    stack: int
+    kind: str
+    region: Region
+    start: int
+
+
 class ColumnSquares:
     """Adds the squares of one engine's split tables over their column pieces."""
 
     def __init__(self, engine: ShardedEngine) -> None:
         self._engine, self._sequence = engine, 0
         self._shares, self._hot = _shares(engine), _hot_rows(engine)
-        self._channel = engine.mesh.wire.channel(f"column squares of {engine.path}", Lane.GRADS)
+        self._channel = engine.pool.channel(f"column squares of {engine.path}", Lane.GRADS)
 
     def add(self, gradients: Sequence[RowGradient]) -> list[Tensor | None]:
         """Of each gradient, the mean squares of its rows; None where columns are not split.
@@ -56,28 +66,30 @@ class ColumnSquares:
         with self._engine.mesh.trace.phase("column squares"):
             home = self._add(gradients) if self._shares else {}
             hot = self._add_hot(gradients) if self._hot else {}
-        return [hot.get(i) if g.is_copied else home.get(g.stack) for i, g in enumerate(gradients)]
+        return [
+            home.get(g.stack) if g.kind == "home" else hot.get(i) for i, g in enumerate(gradients)
+        ]
 
     def _add_hot(self, gradients: Sequence[RowGradient]) -> dict[int, Tensor]:
         """By number of the gradient, the mean squares of its rows, which are copies."""
-        places: dict[tuple[int, int], tuple[int, int, int]] = {}  # of a region: gradient, slice
+        places: dict[_Hot, tuple[int, int, int]] = {}  # of a region: gradient, slice
         found: dict[int, Tensor] = {}
         for i, gradient in enumerate(gradients):
-            starts = [r.start for row in self._hot for s, r in row if s == gradient.stack]
-            ends = [
-                r.start + r.num_rows for row in self._hot for s, r in row if s == gradient.stack
-            ]
-            if not gradient.is_copied or not starts:
+            which = (gradient.stack, gradient.kind)
+            regions = [hot for row in self._hot for hot in row if (hot.stack, hot.kind) == which]
+            if not regions:
                 continue
-            edges = torch.tensor([*starts, *ends], device=gradient.rows.device)
-            cuts = torch.searchsorted(gradient.rows, edges.to(gradient.rows.dtype)).tolist()
+            edges = [hot.start for hot in regions]
+            edges += [hot.start + hot.region.num_rows for hot in regions]
+            edge_rows = torch.tensor(edges, dtype=gradient.rows.dtype, device=gradient.rows.device)
+            cuts = torch.searchsorted(gradient.rows, edge_rows).tolist()
             found[i] = gradient.grad.new_empty(len(gradient.rows))
-            for k, start in enumerate(starts):
-                if cuts[k] < cuts[k + len(starts)]:
-                    places[gradient.stack, start] = (i, cuts[k], cuts[k + len(starts)])
+            for hot, first, last in zip(regions, cuts, cuts[len(regions) :], strict=False):
+                if first < last:
+                    places[hot] = (i, first, last)
         for row in self._hot:
-            parts = [places[s, r.start] for s, r in row if (s, r.start) in places]
-            dim = row[-1][1].columns[1]
+            parts = [places[hot] for hot in row if hot in places]
+            dim = row[-1].region.columns[1]
             blocks = [block_squares(gradients[i].grad[a:b], dim=dim) for i, a, b in parts]
             for i, first, last in parts:
                 found[i][first:last] = mean_of_blocks(torch.cat(blocks, dim=1), dim=dim)
@@ -85,7 +97,7 @@ class ColumnSquares:
 
     def _add(self, gradients: Sequence[RowGradient]) -> dict[int, Tensor]:
         """By stack, the mean squares of the rows in its home's gradient."""
-        parts = {g.stack: g for g in gradients if not g.is_copied}
+        parts = {g.stack: g for g in gradients if g.kind == "home"}
         mine = [_part(share, parts[share.stack]) for share in self._shares if share.stack in parts]
         shares = [share for share in self._shares if share.stack in parts]
         peers = sorted({r.rank for share in shares for r in share.row if r is not share.mine})
@@ -147,13 +159,21 @@ def _shares(engine: ShardedEngine) -> list[_Share]:
     return sorted(found, key=lambda share: share.mine.table)
 
 
-def _hot_rows(engine: ShardedEngine) -> list[list[tuple[int, Region]]]:
-    """Regions that hold columns of the same hot rows, with their stacks, in column order."""
-    rows: dict[tuple[int, int, str], list[tuple[int, Region]]] = {}
+def _hot_rows(engine: ShardedEngine) -> list[list[_Hot]]:
+    """Regions of this rank that hold columns of the same hot rows, in column order."""
+    rank, local = engine.mesh.rank, engine.mesh.topology.local
+    rows: dict[tuple[object, ...], list[_Hot]] = {}
     for stack, s in enumerate(engine.stacks):
-        if s.layout.trainable and s.layout.dim < s.layout.table_dim:
-            for region in s.layout.hot:
-                rows.setdefault((region.table, region.owner, region.sums), []).append(
-                    (stack, region)
-                )
-    return [sorted(row, key=lambda member: member[1].columns[0]) for row in rows.values()]
+        layout = s.layout
+        if layout.trainable and layout.dim < layout.table_dim:
+            first = layout.home_slots[rank]
+            mine = [_Hot(stack, "copies", r, r.start) for r in layout.hot]
+            mine += [
+                _Hot(stack, "host", r, first + r.start)
+                for r in layout.host_copies
+                if r.holder == rank % local
+            ]
+            for hot in mine:
+                region = hot.region
+                rows.setdefault((region.table, region.owner, region.tier), []).append(hot)
+    return [sorted(row, key=lambda hot: hot.region.columns[0]) for row in rows.values()]

@@ -2,9 +2,11 @@
 
 Pure arithmetic on the plan. A table is one piece, or several column pieces; pieces of one width,
 table dim, dtype and wire form are stacked. A rank's home stack holds the rows it owns, piece
-after piece, and its copies stack the rows every rank holds: first those with sparse sums, ordered
-by the rank that adds up their gradients, then those with dense ones. A hot row has a slot in both;
-its home is stale while it is hot, and its home's rank adds up its gradients.
+after piece, and then its host's copies of rows that have one copy per host, ordered by the host
+whose peer adds up their gradients. Its copies stack holds the rows every rank holds: first those
+with sparse sums, ordered by the rank that adds up their gradients, then those with dense ones. A
+hot row has a slot at home and another where it is copied; its home is stale while it is hot. On its
+home's host a rank adds up its gradients: the home's, or the holder of the host's copy.
 """
 
 from collections.abc import Sequence
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from rowmesh.nn.bags import Reader
 from rowmesh.placement import Copies, Exchange, TablePlan
-from rowmesh.runtime.places import Region, find_hot, index_hot, lay_copies
+from rowmesh.runtime.places import Region, find_hot, index_hot, lay_copies, lay_host_copies
 from rowmesh.tables import parse_dtype
 from rowmesh.topology import Topology
 
@@ -53,15 +55,20 @@ class StackLayout:
         home: Regions in home stacks, of all ranks.
         copied: Regions in the copies stack of tables that are copied whole.
         hot: Regions in the copies stack of hot rows.
-        home_slots: ``[W]`` rows of each rank's home stack.
-        asked_slots: ``[W]`` slots that each rank can be asked for: its own or, relayed, those of
-            its host, rank after rank.
+        host_copies: Regions of hot rows copied per host, of all holders.
+        home_slots: ``[W]`` rows of each rank's home stack without copies.
+        asked_slots: ``[W]`` slots that each rank can be asked for: its home rows and its host's
+            copies or, relayed, the home rows of its host, rank after rank.
+        host_bounds: ``[H + 1]`` where the rows that each host's peer sums begin among this rank's
+            copies for its host.
         copy_bounds: ``[W + 1]`` where the rows that each rank sums begin in the copies stack.
         dense_bounds: ``[3]`` where those whose sums are ``dense``, then ``bucket``, begin and end.
-        hot_keys: Of every hot row its key (`rowmesh.runtime.routes`) without bags, ascending.
+        hot_keys: Of every hot row its home's key (`rowmesh.runtime.routes`) without bags,
+            ascending.
         hot_ranks: The rank of its home.
-        hot_slots: Its slot in the copies stack.
-        hot_in_order: Those slots ascend, and no table of the stack is copied whole.
+        copy_keys: The key of the copy that this rank reads, without bags.
+        copy_ranks: The rank that has it; W for this rank's copies stack.
+        hot_in_order: The keys of copies ascend behind all others.
     """
 
     dim: int
@@ -75,8 +82,10 @@ class StackLayout:
     home: tuple[Region, ...]
     copied: tuple[Region, ...]
     hot: tuple[Region, ...]
+    host_copies: tuple[Region, ...]
     home_slots: tuple[int, ...]
     asked_slots: tuple[int, ...]
+    host_bounds: tuple[int, ...]
     copy_bounds: tuple[int, ...]
     dense_bounds: tuple[int, ...]
     is_copied: Tensor  # per reader
@@ -92,13 +101,19 @@ class StackLayout:
     stride: Tensor
     hot_keys: Tensor
     hot_ranks: Tensor
-    hot_slots: Tensor
+    copy_keys: Tensor
+    copy_ranks: Tensor
     hot_in_order: bool
 
     @property
     def num_copies(self) -> int:
         """Rows of the copies stack."""
         return self.dense_bounds[-1]
+
+    @property
+    def num_host_copies(self) -> int:
+        """Rows that this rank holds for its host."""
+        return self.host_bounds[-1]
 
     def num_summed(self, rank: int) -> int:
         """Copied rows whose gradients ``rank`` adds up."""
@@ -128,6 +143,8 @@ def lay_out(
         device: Where the index tensors go.
     """
     groups: dict[tuple[object, ...], list[_Piece]] = {}
+    # Copies per host come last in what an owner sends, where bags it pools would be.
+    apart = any(tier.copies is Copies.HOST for plan in plans for tier in plan.tiers)
     for t, plan in enumerate(plans):
         columns, tier = plan.columns(), plan.rest
         per_piece = len(tier.ranks) // len(columns)
@@ -137,7 +154,8 @@ def lay_out(
             key = (last - first, plan.embedding_dim, plan.data_type, plan.trainable, widened)
             ranks = tier.ranks[c * per_piece : (c + 1) * per_piece]
             piece = _Piece(t, (first, last), ranks)
-            groups.setdefault((*key, plan.is_relayed), []).append(piece)
+            form = (plan.is_relayed, apart and _owner_pools(plan))
+            groups.setdefault((*key, *form), []).append(piece)
     return [
         _lay_out_one(plans, readers, pieces, topology, rank, device) for pieces in groups.values()
     ]
@@ -158,11 +176,20 @@ def _lay_out_one(
     world, first = topology.world, plans[pieces[0].table]
     home, home_slots = _regions(plans, [p for p in pieces if not _is_copied(plans[p.table])], world)
     copied, _ = _regions(plans, [p for p in pieces if _is_copied(plans[p.table])], world)
-    copied, hot, copy_bounds, dense_bounds = lay_copies(copied, find_hot(plans, home), world)
-    hot_keys, hot_ranks, hot_slots = index_hot(hot, home_slots)
-    asked_slots, route = home_slots, [*home, *copied]
+    everywhere, per_host = find_hot(plans, home, topology.local)
+    copied, hot, copy_bounds, dense_bounds = lay_copies(copied, everywhere, world)
+    host_copies, host_bounds = lay_host_copies(per_host, topology)
+    asked_slots = [n + host_bounds[r % topology.local][-1] for r, n in enumerate(home_slots)]
+    route = [*home, *copied]
     if first.is_relayed:
         asked_slots, route = _relay(home, home_slots, topology, rank)
+    beside = topology.host(rank) * topology.local
+    places = [(world, region.start) for region in hot]
+    for region in host_copies:
+        assert region.holder is not None
+        target = beside + region.holder
+        places.append((target, home_slots[target] + region.start))
+    index = index_hot([*hot, *host_copies], asked_slots, places)
     entries, lookups = _entries(plans, pieces, route)
     members = [
         (r, e, piece)
@@ -192,8 +219,10 @@ def _lay_out_one(
         home=tuple(home),
         copied=tuple(copied),
         hot=tuple(hot),
+        host_copies=tuple(host_copies),
         home_slots=tuple(home_slots),
         asked_slots=tuple(asked_slots),
+        host_bounds=tuple(host_bounds[rank % topology.local]),
         copy_bounds=tuple(copy_bounds),
         dense_bounds=tuple(dense_bounds),
         is_copied=flags([_is_copied(p) for p in of_reader]),
@@ -207,10 +236,11 @@ def _lay_out_one(
         owner=tensor(lookups[0]),
         slot0=tensor(lookups[1]),
         stride=tensor(lookups[2]),
-        hot_keys=tensor(hot_keys),
-        hot_ranks=tensor(hot_ranks),
-        hot_slots=tensor(hot_slots),
-        hot_in_order=not copied and bool((np.diff(hot_slots) > 0).all()),
+        hot_keys=tensor(index[0]),
+        hot_ranks=tensor(index[1]),
+        copy_keys=tensor(index[2]),
+        copy_ranks=tensor(index[3]),
+        hot_in_order=not (copied or host_copies) and bool((np.diff(index[2]) > 0).all()),
     )
 
 

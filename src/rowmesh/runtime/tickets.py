@@ -23,6 +23,10 @@ class Stack:
     home_state: dict[str, Tensor] = field(default_factory=dict)
     copies_state: dict[str, Tensor] = field(default_factory=dict)
 
+    def host_copies(self, rank: int, tensor: Tensor | None = None) -> Tensor:
+        """This rank's copies for its host: of the weights, or of one of ``home_state``."""
+        return (self.home if tensor is None else tensor)[self.layout.home_slots[rank] :]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Relayed:
@@ -80,6 +84,7 @@ class Ticket:
         is_sent: Its backward has run.
         home: Gradients of home rows; the thread that steps waits for them.
         copied: Gradients of copied rows; the communication thread waits for them.
+        shared: Gradients, from ranks of this host, of its copies; likewise.
         dense: ``[stack]`` this rank's gradients of `Route.dense_slots`.
     """
 
@@ -91,4 +96,5 @@ class Ticket:
     is_sent: bool = False
     home: Arrivals = field(default_factory=Arrivals)
     copied: Arrivals = field(default_factory=Arrivals)
+    shared: Arrivals = field(default_factory=Arrivals)
     dense: list[Tensor] = field(default_factory=list)

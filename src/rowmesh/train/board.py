@@ -33,8 +33,10 @@ class Board:
             self._writer.add_scalar(name, value, record.step)
 
     def show_evaluation(self, step: int, found: dict[str, Any]) -> None:
-        """AUC, logloss and NE."""
-        for name in ("auc", "logloss", "ne"):
+        """AUC, logloss and NE; HR and NDCG where candidates were ranked."""
+        for name in ("auc", "logloss", "ne", "hr_at_10", "ndcg_at_10"):
+            if name not in found:
+                continue
             self._writer.add_scalar(f"eval/{name}", found[name], step)
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rowmesh.errors import InputError, RowmeshError
 from rowmesh.features import Batch, KeyedJaggedTensor
+from rowmesh.train.ranking import check_groups
 
 __all__ = ["checked"]
 
@@ -37,7 +38,8 @@ def checked(
     """The batches on ``device``; the first bad one becomes one whose forward raises, and ends.
 
     Bad is: dense features not ``[B, num_dense]`` fp32 or not finite, labels not ``[B]`` or not 0
-    or 1, or an `InputError` or `OSError` of the source itself. Ids are checked by the forward.
+    or 1, groups without exactly one label 1, or an `InputError` or `OSError` of the source itself.
+    Ids are checked by the forward.
 
     Args:
         what: ``step`` or ``held-out batch``, for the sentence.
@@ -73,6 +75,8 @@ def _check(batch: Batch, num_dense: int) -> None:
     if (place := _first((labels != 0) & (labels != 1))) is not None:
         value = float(labels[place[0]])
         raise InputError(f"the label of sample {place[0]} is {value}, but must be 0 or 1")
+    if batch.groups is not None:
+        check_groups(labels, batch.groups)
 
 
 def _first(wrong: Tensor) -> list[int] | None:

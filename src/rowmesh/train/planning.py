@@ -8,7 +8,7 @@ from torch import nn
 
 from rowmesh.comm.mesh import Mesh
 from rowmesh.cost import load_calibration
-from rowmesh.data import Source, SyntheticClicks
+from rowmesh.data import ItemSequences, Source, SyntheticClicks, SyntheticSequences
 from rowmesh.errors import InputError, PlanError
 from rowmesh.placement import Plan, load_plan
 from rowmesh.planners import Constraints, make_plan, parse_tiers
@@ -31,6 +31,7 @@ __all__ = [
 
 
 _LEAST_BATCHES = 16  # to tell hot rows from lucky ones
+_ASSUMED_BATCH = 2048  # of data whose ranks are not known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +40,9 @@ class PlanConfig:
 
     Args:
         split, exchange, allow_inexact, constraints: As for `make_plan`.
-        tiers: Hot rows, copied to every rank: off, auto, or hot:K; as for `make_plan`.
+        tiers: Hot rows, copied to every rank or host: off, auto, or hot:K; as for `make_plan`.
+        refresh: Steps after which hot rows are chosen again from the last 32 batches of rank 0,
+            and moved; None leaves them as planned.
         batches: Batches of rank 0 whose accesses are counted; 0 assumes Zipf ids. With hot rows
             at least 16 are counted.
         profile: A file of `rowmesh profile` on this data and batch size, used instead.
@@ -56,6 +59,7 @@ class PlanConfig:
     allow_inexact: bool = False
     constraints: Constraints = field(default_factory=Constraints)
     tiers: str = "off"
+    refresh: int | None = None
     batches: int = 4
     profile: str | None = None
     file: str | None = None
@@ -64,6 +68,13 @@ class PlanConfig:
     def __post_init__(self) -> None:
         if self.batches < 0:
             raise InputError(f"plan.batches is {self.batches}, but must be at least 0")
+        if self.refresh is not None and self.refresh < 1:
+            raise InputError(f"plan.refresh is {self.refresh}, but must be at least 1")
+        if self.refresh is not None and parse_tiers(self.tiers) == 0:
+            raise InputError(
+                f"plan.refresh is {self.refresh}, but plan.tiers is off: set plan.tiers to auto or "
+                f"hot:K"
+            )
         if parse_tiers(self.tiers) != 0 and not self.batches and self.profile is None:
             raise InputError(
                 f"plan.tiers is {self.tiers!r}, which needs plan.batches above 0, or a plan.profile"
@@ -182,10 +193,20 @@ def _tables(model: nn.Module) -> Iterator[TableConfig]:
 
 
 def assume_stats(model: nn.Module, source: Source) -> Stats:
-    """Accesses of a rank if ids are Zipf: by the source's own law if it is synthetic."""
+    """Accesses of a rank if ids are Zipf: by the source's own law if it is synthetic.
+
+    Histories are as long as the source's are in the mean.
+    """
     tables = list(_tables(model))
+    if isinstance(source, ItemSequences | SyntheticSequences):
+        requests = {"item": source.mean_requests / 2}  # of history and of candidate
+        if isinstance(source, ItemSequences):
+            return Stats.assume(tables, batch_size=_ASSUMED_BATCH, pooling_factors=requests)
+        return Stats.assume(
+            tables, batch_size=source.batch_size, pooling_factors=requests, alpha=source.alpha
+        )
     if not isinstance(source, SyntheticClicks):
-        return Stats.assume(tables, batch_size=2048)
+        return Stats.assume(tables, batch_size=_ASSUMED_BATCH)
     factors = zip((t.name for t in tables), map(float, source.pooling_factors), strict=True)
     return Stats.assume(
         tables, batch_size=source.batch_size, pooling_factors=dict(factors), alpha=source.alpha

@@ -15,14 +15,25 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
-from rowmesh.data import ParquetClicks, Source, SyntheticClicks
+from rowmesh.data import (
+    ItemSequences,
+    ParquetClicks,
+    Source,
+    SyntheticClicks,
+    SyntheticSequences,
+)
 from rowmesh.errors import InputError, did_you_mean
 from rowmesh.train.config import RunConfig
 from rowmesh.typed import Text, build, overlay
 
 __all__ = ["config_to_json", "find_recipe", "load_recipe", "parse_overrides"]
 
-_SOURCES: Final[dict[str, type]] = {"parquet": ParquetClicks, "synthetic": SyntheticClicks}
+_SOURCES: Final[dict[str, type]] = {
+    "parquet": ParquetClicks,
+    "sequences": ItemSequences,
+    "synthetic": SyntheticClicks,
+    "synthetic_sequences": SyntheticSequences,
+}
 _FROM_RECIPE = "recipe"
 _SHIPPED = Path(__file__).parent.parent / "recipes"
 _SUFFIXES = (".toml", ".py", ".json")

@@ -25,6 +25,8 @@ from rowmesh.train.metrics import ClickMetrics
 from rowmesh.train.model import build_model
 from rowmesh.train.optimiser import make_optimizer, set_learning_rates
 from rowmesh.train.planning import measured
+from rowmesh.train.ranking import RankingMetrics
+from rowmesh.train.refresh import TierRefresh
 from rowmesh.train.stop import Stop
 from rowmesh.train.tally import StepRecord, Tally
 from rowmesh.train.tracing import Tracing
@@ -77,6 +79,7 @@ class Trainer:
         self.forecast = on_rank_0(
             mesh, lambda: forecast_run(config, self.plan, self.model, topology)
         )
+        self._refresh = TierRefresh(config, self.model, mesh, topology)
         shard(self.model, self.plan, mesh)
         self.optimizer = make_optimizer(config.optimiser, self.model)
         self.start = self.step = 0
@@ -118,7 +121,8 @@ class Trainer:
 
         Returns:
             The same on all ranks, but for the times: what `ClickMetrics.result` says of the
-            held-out batches; ``bayes_auc``, the AUC of planted probabilities; ``bytes`` that all
+            held-out batches; `RankingMetrics.result` where these have groups; ``bayes_auc``, the
+            AUC of planted probabilities; ``bytes`` that all
             ranks sent in training, by link; ``train_s`` and ``samples_per_s`` of all ranks, both
             with the making of the data; ``step_s``, the median step without it; ``forecast``, the
             bytes that a rank should send a step and, if calibrated, its seconds; ``ranks``,
@@ -211,6 +215,7 @@ class Trainer:
         self._step_seconds.append(time.perf_counter() - start)
         self.step += 1
         self._last_batch = batch
+        self._refresh.saw(batch)
         with phase("tally"):
             return self._tally.end(
                 self.step,
@@ -221,7 +226,9 @@ class Trainer:
             )
 
     def _at_step(self, listeners: Sequence[Listener]) -> None:
-        """What is due after this step: an evaluation, a checkpoint."""
+        """What is due after this step: other hot rows, an evaluation, a checkpoint."""
+        if self._refresh.is_due(self.step):
+            self.plan = self._refresh.refresh(self.model, self.plan, self.optimizer)
         every, eval_every = self.config.checkpoint.every, self.config.training.eval_every
         if eval_every is not None and self.step % eval_every == 0:
             self._evaluate(listeners)
@@ -269,18 +276,21 @@ class Trainer:
         if self._last_batch is None:  # a resumed run that has no step left
             first = next(source.batches(rank=mesh.rank, world=mesh.world))
             self._last_batch = first.to(mesh.device)
-        found, best = ClickMetrics(), ClickMetrics()
+        found, best, ranked = ClickMetrics(), ClickMetrics(), RankingMetrics()
         for batch in mesh.batches(loader, empty=empty_like(self._last_batch)):
             logits = self.model.logits(batch.dense_features, batch.sparse_features)
             true = batch.true_probabilities
             found.update(logits, batch.labels, true)
             if true is not None:
                 best.update(torch.logit(true), batch.labels)
+            if batch.groups is not None:
+                ranked.update(logits, batch.labels, batch.groups)
         whole, bayes = (
             ClickMetrics.from_state(mesh.total(metrics.state()).cpu()).result()
             for metrics in (found, best)
         )
-        result = {**whole, "bayes_auc": bayes["auc"]}
+        places = RankingMetrics.from_state(mesh.total(ranked.state()).cpu()).result()
+        result = {**whole, "bayes_auc": bayes["auc"], **places}
         for listener in listeners:
             listener.show_evaluation(self.step, result)
         return result

@@ -1,0 +1,168 @@
+"""Plans of one model side by side on one mesh: time, messages and bytes of each."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Protocol
+
+from rowmesh.comm.mesh import Mesh
+from rowmesh.cost import predict
+from rowmesh.features import Batch, KeyedJaggedTensor
+from rowmesh.placement import Copies, Plan
+from rowmesh.placement.memory import bytes_per_rank
+from rowmesh.reproduce.collisions import share_of_collisions
+from rowmesh.runtime.optimizer import Optimizer
+from rowmesh.runtime.shard import shard
+from rowmesh.trace.summary import summarise
+from rowmesh.train.config import RunConfig
+from rowmesh.train.model import build_model
+
+__all__ = ["Contest", "Told", "compare"]
+
+_FIRST_STEP = 1_000  # of the batches that are timed; statistics are of earlier ones
+_LINKS = ("host", "cross")
+
+
+class _Drawn(Protocol):
+    """Data whose batches can be drawn one by one."""
+
+    def batch_at(self, rank: int, step: int) -> Batch:
+        """The batch of a rank at a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A plan, its name, and the seconds of a step that the model tells."""
+
+    name: str
+    plan: Plan
+    step_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contest:
+    """How plans are compared.
+
+    Args:
+        config: The model and its data.
+        rounds: In each, every plan runs once.
+        steps: Of a plan in a round, after one that is not timed.
+    """
+
+    config: RunConfig
+    rounds: int = 7
+    steps: int = 2
+
+
+def compare(contest: Contest, plans: Sequence[Told], mesh: Mesh) -> list[dict[str, Any]]:
+    """Every plan's milliseconds, messages and bytes; the same on all ranks.
+
+    They run round by round, in turn, forward and then backward through the list, on the same
+    batches. Then a few steps of each are traced.
+
+    Collective:
+        All ranks.
+    """
+    source: _Drawn = contest.config.data  # type: ignore[assignment]
+    numbers = range(_FIRST_STEP, _FIRST_STEP + contest.steps + 1)
+    batches = [source.batch_at(mesh.rank, step) for step in numbers]
+    asked = [
+        [source.batch_at(rank, step).sparse_features for rank in range(mesh.world)]
+        for step in numbers
+    ]
+    runs = [_Run(contest.config, told.plan, mesh) for told in plans]
+    exact = [run.check_bytes(batches[0], asked[0]) for run in runs]
+    times: list[list[float]] = [[] for _ in runs]
+    for number in range(contest.rounds):
+        order = range(len(runs)) if number % 2 == 0 else reversed(range(len(runs)))
+        for i in order:
+            runs[i].steps(batches[:1])
+            times[i].append(1e3 * runs[i].steps(batches[1:]) / contest.steps)
+    flights = [run.trace(batches[1:]) for run in runs]
+    return [
+        {
+            "name": told.name,
+            "rows": _num_hot(told.plan, Copies.WORLD),
+            "host_rows": _num_hot(told.plan, Copies.HOST),
+            "sums": next((t.sums for x in told.plan.tables for t, _ in x.hot), ""),
+            "mb_a_rank": max(bytes_per_rank(told.plan)) / 1e6,
+            "told_ms": told.step_s * 1e3,
+            "ms": measured,
+            "median_ms": median(measured),
+            "mb_across": _sent(run.predicted, mesh, "cross"),
+            "mb_inside": _sent(run.predicted, mesh, "host"),
+            "in_flight_ms": flight[0],
+            "exposed_ms": flight[1],
+            "collide": share_of_collisions(told.plan, asked),
+            "bytes_are_exact": is_exact,
+        }
+        for told, measured, run, is_exact, flight in zip(
+            plans, times, runs, exact, flights, strict=True
+        )
+    ]
+
+
+class _Run:
+    """A model under one plan."""
+
+    def __init__(self, config: RunConfig, plan: Plan, mesh: Mesh) -> None:
+        self._plan, self._mesh = plan, mesh
+        model = build_model(config.model, config.data, seed=config.seed, device=mesh.device)
+        self._model = shard(model, plan, mesh)
+        settings = config.optimiser
+        self._optimizer = Optimizer(self._model, dense=settings.make_dense, sparse=settings.rule)
+        self.predicted: list[dict[str, dict[str, int]]] = []
+
+    def check_bytes(self, batch: Batch, asked: list[KeyedJaggedTensor]) -> bool:
+        """One step; whether every rank sent what `predict` says of the batches of all."""
+        mesh = self._mesh
+        self.predicted = predict(self._plan, asked)
+        self.steps([batch])
+        mesh.ledger.reset()
+        self._step(batch)
+        sent = mesh.ledger.by_edge()
+        return all(mesh.gather_objects(sent == self.predicted[mesh.rank], edge=None))
+
+    def steps(self, batches: list[Batch]) -> float:
+        """Seconds from when all ranks begin to when all have ended."""
+        self._mesh.total(0.0, edge=None)
+        start = time.perf_counter()
+        for batch in batches:
+            self._step(batch)
+        self._mesh.total(0.0, edge=None)
+        return time.perf_counter() - start
+
+    def trace(self, batches: list[Batch]) -> tuple[float, float]:
+        """Milliseconds of a step with a message in flight, and with nothing to do but wait."""
+        mesh = self._mesh
+        for number, batch in enumerate(batches):
+            mesh.total(0.0, edge=None)
+            mesh.trace.begin_step(number)
+            self._step(batch)
+            mesh.trace.end_step()
+        recording = mesh.trace.take(rank=mesh.rank, host=mesh.topology.host(mesh.rank))
+        summary = summarise(mesh.gather_objects(recording, edge=None))
+        assert summary is not None
+        flights = summary.communication[0]
+        return flights.in_flight_ms, flights.exposed_ms
+
+    def _step(self, batch: Batch) -> None:
+        self._mesh.mean(self._model(batch)).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def _num_hot(plan: Plan, copies: Copies) -> int:
+    whole = [t.num_embeddings for t in plan.tables if t.rest.copies is copies]
+    hot = [rows.count for t in plan.tables for tier, rows in t.hot if tier.copies is copies]
+    return sum(whole) + sum(hot)
+
+
+def _sent(predicted: list[dict[str, dict[str, int]]], mesh: Mesh, link: str) -> dict[str, float]:
+    """MB that a host sends over such links in a step, by edge; mean over hosts."""
+    found: dict[str, float] = {}
+    for ledger in predicted:
+        for edge, links in ledger.items():
+            found[edge] = found.get(edge, 0.0) + links.get(link, 0) / 1e6 / mesh.topology.hosts
+    return found

@@ -1,0 +1,33 @@
+"""A rank of `measure_flexshard`: rank 0 prints a line of JSON for every table."""
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+from rowmesh.comm.mesh import init_mesh
+from rowmesh.reproduce.flexshard import FlexShard, compare_tiers, config_of
+from rowmesh.train.calibrate import calibrate
+
+__all__: list[str] = []
+
+
+def main() -> None:
+    """Calibrate, then table after table."""
+    torch.set_num_threads(1)
+    words: dict[str, Any] = json.loads(sys.argv[1])
+    fields: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in words.items()
+    }
+    asked = FlexShard(**fields)
+    with init_mesh() as mesh:
+        calibration = calibrate(config_of(asked), mesh)
+        for dedup in asked.dedups:
+            found = compare_tiers(asked, dedup, mesh, calibration)
+            if mesh.rank == 0:
+                print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

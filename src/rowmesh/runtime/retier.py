@@ -1,0 +1,111 @@
+"""`change_tiers`: other hot rows for a sharded model, between two steps."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from rowmesh.errors import PlanError, StepError
+from rowmesh.nn.collections import EmbeddingBagCollection, EmbeddingCollection
+from rowmesh.placement import Plan
+from rowmesh.runtime.copies import make_riders, refresh_copies, refresh_homes
+from rowmesh.runtime.dense import DenseBuckets
+from rowmesh.runtime.embeddings import ShardedEngine, sharded_engines
+from rowmesh.runtime.optimizer import Optimizer
+from rowmesh.runtime.places import DENSE_SUMS
+from rowmesh.runtime.regions import Place
+from rowmesh.runtime.shard import check_executable, make_stack
+from rowmesh.runtime.stacks import lay_out
+from rowmesh.runtime.tickets import Stack
+
+__all__ = ["change_tiers"]
+
+
+@torch.no_grad()
+def change_tiers(model: nn.Module, plan: Plan, *, optimizer: Optimizer) -> None:
+    """Copy the hot rows of ``plan`` instead of those the model has copies of now.
+
+    Copies go home, with their optimiser state, and rows that are hot now are copied from there
+    (edge ``tier move``): no bit of a row changes.
+
+    Args:
+        model: Sharded, between ``optimizer.step()`` and the next forward.
+        plan: The model's, with other hot rows.
+        optimizer: The model's.
+
+    Raises:
+        PlanError: If the plan differs in more than hot rows, or is invalid.
+        StepError: If gradients wait for a step.
+
+    Collective:
+        All ranks, with the same plan.
+    """
+    plan.validate()
+    before: Plan | None = getattr(model, "_rowmesh_plan", None)
+    buckets = getattr(model, "_rowmesh_dense", None)
+    if before is None or not isinstance(buckets, DenseBuckets):
+        raise PlanError("change_tiers takes a sharded model: call rm.shard(model, plan, mesh)")
+    if _without_hot_rows(before) != _without_hot_rows(plan):
+        raise PlanError("the plan differs from the model's in more than hot rows: shard it anew")
+    check_executable(plan)
+    engines = sharded_engines(model)
+    if any(engine.tickets for engine in engines):
+        raise StepError("tiers change between steps: call opt.step() or opt.zero_grad() first")
+    collections = [m for m in model.modules() if getattr(m, "engine", None) in engines]
+    for module, engine in zip(collections, engines, strict=True):
+        assert isinstance(module, EmbeddingBagCollection | EmbeddingCollection)
+        refresh_homes(engine)
+        plans = [plan.table(config.name) for config in module.configs()]
+        mesh = engine.mesh
+        layouts = lay_out(
+            plans, module.readers, topology=mesh.topology, rank=mesh.rank, device=mesh.device
+        )
+        engine.set_stacks([_move(engine, make_stack(layout, mesh)) for layout in layouts])
+    own, riders = ([r for e in engines for r in make_riders(e, sums)] for sums in DENSE_SUMS)
+    buckets.set_riders(riders, own)
+    optimizer.attach()
+    for engine in engines:
+        refresh_copies(engine)
+    model._rowmesh_plan = plan  # type: ignore[assignment]
+
+
+def _without_hot_rows(plan: Plan) -> Plan:
+    tables = [replace(table, tiers=table.tiers[-1:]) for table in plan.tables]
+    return replace(plan, tables=tuple(tables), predicted=type(plan.predicted)())
+
+
+def _move(engine: ShardedEngine, stack: Stack) -> Stack:
+    """The new stack with the rows of the old ones, and state as theirs; no copies yet."""
+    layout = stack.layout
+    like = next(
+        old
+        for old in engine.stacks
+        if old.layout.dim == layout.dim and set(old.layout.tables) & set(layout.tables)
+    )
+    stack.home_state = _states(like.home_state, len(stack.home))
+    stack.copies_state = _states(like.copies_state, len(stack.copies))
+    before = {_key(place): place for old in engine.stacks for place in _places(engine, old)}
+    for place in _places(engine, stack):
+        for new, old in zip(_tensors(place), _tensors(before[_key(place)]), strict=True):
+            new.copy_(old)
+    return stack
+
+
+def _places(engine: ShardedEngine, stack: Stack) -> list[Place]:
+    """This rank's home rows, and rows of tables that are copied whole."""
+    home = [Place(stack, r, False) for r in stack.layout.home if r.rank == engine.mesh.rank]
+    return home + [Place(stack, r, True) for r in stack.layout.copied]
+
+
+def _key(place: Place) -> tuple[int, tuple[int, int], int]:
+    return place.region.table, place.region.columns, place.region.owner
+
+
+def _tensors(place: Place) -> list[Tensor]:
+    stack = place.stack
+    states = stack.copies_state if place.is_copied else stack.home_state
+    return [place.weight, *(place.of(state) for state in states.values())]
+
+
+def _states(like: dict[str, Tensor], num_rows: int) -> dict[str, Tensor]:
+    return {name: state.new_zeros((num_rows, *state.shape[1:])) for name, state in like.items()}
