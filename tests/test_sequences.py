@@ -13,8 +13,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 import rowmesh as rm
+from rowmesh.cli import app
 from rowmesh.comm.mesh import Mesh
 from rowmesh.data import ItemSequences
 from rowmesh.data.negatives import Negatives
@@ -391,3 +393,25 @@ def test_the_real_files_are_as_their_readme_says() -> None:
     movies = read_ratings(str(REAL / "movietweetings/ratings.dat"))
     assert (movies.num_users, movies.num_items, len(movies.items)) == (16_554, 10_506, 100_000)
     assert torch.equal(batch.sparse_features["candidate"].lengths(), torch.ones(2500).long())
+
+
+def command(*words: str) -> tuple[int, str]:
+    found = CliRunner().invoke(app, words)
+    return found.exit_code, found.output
+
+
+def test_profile_and_plan_take_sequences(tmp_path: Path) -> None:
+    setting = ("--set", f"data.path={planted_file(tmp_path / 'ring')}")
+    profile = str(tmp_path / "p.npz")
+    count = ("--batches", "4", "--ranks", "2", "--out", profile)
+    code, text = command("profile", "sequences", *setting, *count)
+    assert (code, "2 ranks, 1280 samples each" in text) == (0, True)
+    code, text = command("plan", "sequences", *setting, "--profile", profile, "--tiers", "hot:5")
+    assert code == 0
+    assert "item" in text
+
+
+@pytest.mark.parametrize("words", [(), ("tables.json",)])
+def test_settings_of_a_plan_are_those_of_a_recipe(words: tuple[str, ...]) -> None:
+    code, text = command("plan", *words, "--set", "data.path=x")
+    assert (code, "--set data.path=x changes a recipe" in text) == (2, True)
