@@ -176,3 +176,11 @@ def test_a_run_whose_tiers_follow_the_data_learns_the_same_bits() -> None:
     assert is_same
     assert not is_same_too
     assert all(torch.equal(value, followed[name]) for name, value in fixed.items())
+
+
+def test_fewer_hot_rows_are_chosen_where_fewer_are_asked_for() -> None:
+    tables = (table("a", rows=50),)
+    stats = stats_of(tables, zipf_batches({"a": 50}, count=4, requests=5))
+    chosen = choose_tiers(plan(*tables), stats, tiers="hot:50", rates=RATES)
+    assert chosen.hot is not None
+    assert 0 < chosen.hot.rows == len(heat_of(stats, "a")) < 50

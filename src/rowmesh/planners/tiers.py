@@ -320,20 +320,18 @@ def choose_tiers(
     Args:
         plan: Its hot rows do not count.
         stats: With the accesses of single rows.
-        tiers: auto, or hot:K.
+        tiers: auto, or hot:K; fewer than K where so many were not asked for, or do not fit.
         rates: Of the cluster.
         cost: Of the dense layers.
         sparse: Name of the update rule.
         limit: Bytes a rank may hold, if known.
-
-    Raises:
-        PlanError: If so many rows were not asked for, or do not fit.
     """
     tables = [replace(table, tiers=table.tiers[-1:]) for table in plan.tables]
     state, rates = RULE_STATES[sparse], rates or Rates()
     cold = replace(plan, tables=tuple(tables), hot=None)
     hot = HotRows([cold], stats, rates=rates, cost=cost or NO_DENSE, state=state, limit=limit)
-    return hot.choose(parse_tiers(tiers))
+    count = parse_tiers(tiers)
+    return hot.choose(None if count is None else min(count, hot.most))
 
 
 def _copy_all(plan: Plan, sums: Sums) -> Plan:

@@ -21,6 +21,7 @@ from rowmesh.train.forecast import count_work
 __all__ = ["TierRefresh"]
 
 _COUNTED = 32  # batches of rank 0, the last before a refresh
+_LEAST = 16  # to tell hot rows from lucky ones, after a run has begun or resumed
 
 
 class TierRefresh:
@@ -41,16 +42,18 @@ class TierRefresh:
             table for _, _, members in named_collections(model) for table in members
         ]
         self._seen: deque[KeyedJaggedTensor] = deque(maxlen=_COUNTED)
+        self._num_seen = 0
 
     def saw(self, batch: Batch) -> None:
         """Count a batch that was trained on."""
+        self._num_seen += 1
         if self._config.plan.refresh is not None and self._mesh.rank == 0:
             self._seen.append(batch.sparse_features)
 
     def is_due(self, step: int) -> bool:
         """Whether tiers are to be chosen after this step."""
         every = self._config.plan.refresh
-        return every is not None and step % every == 0
+        return every is not None and step % every == 0 and self._num_seen >= min(_LEAST, every)
 
     def refresh(self, model: nn.Module, plan: Plan, optimizer: Optimizer) -> Plan:
         """The plan with the hot rows of now, under which the model is from now on.
