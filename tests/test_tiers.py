@@ -19,7 +19,8 @@ from rowmesh.planners.per_host import EVERYWHERE, OWNER, PER_HOST
 from rowmesh.runtime.export import full_sparse_state
 from rowmesh.runtime.retier import change_tiers
 from rowmesh.train.config import TrainingConfig
-from rowmesh.train.planning import PlanConfig
+from rowmesh.train.model import build_model
+from rowmesh.train.planning import PlanConfig, check_plan
 from rowmesh.train.trainer import Trainer
 from tests.cases import DENSE, RULES, Case, Collection, Model, Table
 from tests.ranks import run_on_ranks
@@ -126,7 +127,13 @@ def retier(mesh: Mesh, case: Case) -> Any:
         change_tiers(model, case.plan_at(1), optimizer=optimizer)
     except StepError as error:
         complaints.append(str(error))
+    optimizer.clip_grad_norm_(100.0)
+    try:
+        change_tiers(model, case.plan_at(1), optimizer=optimizer)
+    except StepError as error:
+        complaints.append(str(error))
     optimizer.step()
+    stored = optimizer.state_dict()
     tables = tuple(replace(t, dedup=not t.dedup) for t in case.plan().tables)
     other = replace(case.plan(), tables=tables)
     try:
@@ -137,13 +144,17 @@ def retier(mesh: Mesh, case: Case) -> Any:
     mesh.ledger.reset()
     change_tiers(model, case.plan_at(1), optimizer=optimizer)
     moved = mesh.ledger.by_edge()
+    try:
+        optimizer.load_state_dict(stored)
+    except rm.InputError as error:
+        complaints.append(str(error))
     return before, (rm.full_state_dict(model), full_sparse_state(model)), moved, complaints
 
 
 def test_rows_move_between_steps_and_no_bit_changes() -> None:
     ids = [[[[[i, (7 * i + r) % 20] for i in range(8)]] for r in range(4)]]
     first = Table(rows=20, dim=4, ranks=EVERYONE, hot=(1, 2, 3), per_host=(4, 5, 6, 7))
-    later = replace(first, hot=(2, 9), per_host=(1, 5, 11))
+    later = replace(first, hot=(2, 9, 13), per_host=(1, 5, 11, 0))  # as many as before
     case = Case(
         world=4,
         hosts=2,
@@ -158,7 +169,9 @@ def test_rows_move_between_steps_and_no_bit_changes() -> None:
     for name, state in states.items():
         assert all(torch.equal(v, states_after[name][key]) for key, v in state.items())
     assert "between steps" in complaints[0]
-    assert "in more than hot rows" in complaints[1]
+    assert "between steps" in complaints[1]
+    assert "in more than hot rows" in complaints[2]
+    assert "of other hot rows" in complaints[3]
     assert {edge for _, _, moved, _ in found for edge in moved} == {"tier move"}
 
 
@@ -184,3 +197,18 @@ def test_fewer_hot_rows_are_chosen_where_fewer_are_asked_for() -> None:
     chosen = choose_tiers(plan(*tables), stats, tiers="hot:50", rates=RATES)
     assert chosen.hot is not None
     assert 0 < chosen.hot.rows == len(heat_of(stats, "a")) < 50
+
+
+def test_a_refresh_changes_nothing_but_hot_rows() -> None:
+    tables = (table("a", rows=30),)
+    stats = stats_of(tables, zipf_batches({"a": 30}, count=16, requests=200))
+    base = plan(*tables)
+    chosen = choose_tiers(base, stats, rates=RATES)
+    assert [t.tiers[-1] for t in chosen.tables] == [t.tiers[-1] for t in base.tables]
+
+
+def test_refresh_is_taken_from_the_command_line() -> None:
+    settings = PlanConfig(split="row_wise", exchange="rows", tiers="hot:4", refresh=2)
+    config = tiny_run(plan=settings)
+    model = build_model(config.model, config.data, seed=1)
+    check_plan(settings, model, rm.Topology(local=2))

@@ -93,6 +93,7 @@ class HotRows:
         state: Of the update rule.
         limit: Bytes a rank may hold, if known.
         per_host: Whether rows may have copies per host, too.
+        everything: Whether all tables may be copied whole.
     """
 
     def __init__(
@@ -105,8 +106,9 @@ class HotRows:
         state: RuleState,
         limit: int | None = None,
         per_host: bool = True,
+        everything: bool = True,
     ) -> None:
-        self._per_host = per_host
+        self._per_host, self._may_copy_all = per_host, everything
         self._stats, self._rates, self._cost = stats, rates, cost
         self._state, self._limit = state, limit
         self._orders = [RowOrder(plan, stats, state, limit) for plan in plans]
@@ -124,7 +126,8 @@ class HotRows:
         if k is not None:
             return self._finish(self._best_of(k), cold)
         tried = [t for order in self._orders for t in self._sweep(order)]
-        tried += self._everything(cold.base)
+        if self._may_copy_all:
+            tried += self._everything(cold.base)
         tried += [t for order in self._orders for t in self._three_tiers(order.plan)]
         best = min(tried, key=lambda t: t.step_s, default=cold)
         is_idle = not any(accesses.requests for accesses in self._stats.tables.values())
@@ -329,7 +332,15 @@ def choose_tiers(
     tables = [replace(table, tiers=table.tiers[-1:]) for table in plan.tables]
     state, rates = RULE_STATES[sparse], rates or Rates()
     cold = replace(plan, tables=tuple(tables), hot=None)
-    hot = HotRows([cold], stats, rates=rates, cost=cost or NO_DENSE, state=state, limit=limit)
+    hot = HotRows(
+        [cold],
+        stats,
+        rates=rates,
+        cost=cost or NO_DENSE,
+        state=state,
+        limit=limit,
+        everything=False,
+    )
     count = parse_tiers(tiers)
     return hot.choose(None if count is None else min(count, hot.most))
 

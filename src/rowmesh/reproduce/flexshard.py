@@ -11,7 +11,7 @@ from rowmesh.comm.agreement import on_rank_0
 from rowmesh.comm.mesh import Mesh
 from rowmesh.cost import Calibration, Rates, plan_time
 from rowmesh.data import SyntheticSequences
-from rowmesh.errors import InputError
+from rowmesh.errors import InputError, check_range
 from rowmesh.lab import parse_rate
 from rowmesh.placement import Plan
 from rowmesh.placement.memory import RULE_STATES, bytes_per_rank
@@ -65,8 +65,11 @@ class FlexShard:
                 raise InputError(f"rate {rate!r} is none: tiers are about slow links")
         if not (self.shapes and self.rates and self.dedups and self.budgets):
             raise InputError("nothing to measure: shapes, rates and budgets must not be empty")
-        if min(self.budgets) < 1.0:
-            raise InputError(f"budget {min(self.budgets)}: row-wise itself takes 1.0")
+        for budget in self.budgets:
+            check_range("budget", budget, 1.0, 1e6)
+        check_range("items", self.items, 2)
+        for name in ("dim", "batch", "rounds", "length"):
+            check_range(name, getattr(self, name), 1)
 
 
 def config_of(asked: FlexShard, *, drift_every: int | None = None) -> RunConfig:

@@ -67,6 +67,11 @@ class Optimizer(torch.optim.Optimizer):
         self.param_groups = [*(self.dense.param_groups if self.dense else ()), sparse_group]
         self._is_built = True
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether summed gradients wait for a step: after `clip_grad_norm_`."""
+        return self._pending is not None
+
     def attach(self) -> None:
         """Collect gradients for the model's stacks as they are now: after rows have moved.
 
@@ -174,7 +179,11 @@ class Optimizer(torch.optim.Optimizer):
             "dense": self.dense.state_dict() if self.dense is not None else None,
             "sparse_group": {k: v for k, v in self.param_groups[-1].items() if k != "params"},
             "sparse": [
-                {"home": dict(stack.home_state), "copies": dict(stack.copies_state)}
+                {
+                    "home": dict(stack.home_state),
+                    "copies": dict(stack.copies_state),
+                    "hot": stack.layout.hot_places(),
+                }
                 for engine in self._engines
                 for stack in engine.stacks
             ],
@@ -190,6 +199,9 @@ class Optimizer(torch.optim.Optimizer):
                 f"it was saved under another plan"
             )
         for stack, saved in zip(stacks, state_dict["sparse"], strict=True):
+            hot = stack.layout.hot_places()
+            if not torch.equal(saved.get("hot", hot), hot):
+                raise InputError("the state is of other hot rows: the model's tiers have changed")
             for ours, theirs in (
                 (stack.home_state, saved["home"]),
                 (stack.copies_state, saved["copies"]),

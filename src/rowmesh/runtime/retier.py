@@ -49,8 +49,11 @@ def change_tiers(model: nn.Module, plan: Plan, *, optimizer: Optimizer) -> None:
         raise PlanError("the plan differs from the model's in more than hot rows: shard it anew")
     check_executable(plan)
     engines = sharded_engines(model)
-    if any(engine.tickets for engine in engines):
-        raise StepError("tiers change between steps: call opt.step() or opt.zero_grad() first")
+    if optimizer.has_gradients or any(engine.tickets for engine in engines):
+        raise StepError(
+            "tiers change between steps: a forward or its gradients wait, so run backward and "
+            "opt.step() first"
+        )
     collections = [m for m in model.modules() if getattr(m, "engine", None) in engines]
     for module, engine in zip(collections, engines, strict=True):
         assert isinstance(module, EmbeddingBagCollection | EmbeddingCollection)

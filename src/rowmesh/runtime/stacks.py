@@ -115,6 +115,10 @@ class StackLayout:
         """Rows that this rank holds for its host."""
         return self.host_bounds[-1]
 
+    def hot_places(self) -> Tensor:
+        """Which rows are hot, and where their copies lie: the same only under the same tiers."""
+        return torch.cat([self.hot_keys, self.copy_keys])
+
     def num_summed(self, rank: int) -> int:
         """Copied rows whose gradients ``rank`` adds up."""
         return self.copy_bounds[rank + 1] - self.copy_bounds[rank]

@@ -46,7 +46,8 @@ class PlanConfig:
         batches: Batches of rank 0 whose accesses are counted; 0 assumes Zipf ids. With hot rows
             at least 16 are counted.
         profile: A file of `rowmesh profile` on this data and batch size, used instead.
-        file: A plan.json to use as it is; the other settings then do not count.
+        file: A plan.json to use as it is; of the other settings only ``tiers`` for ``refresh`` and
+            ``topology`` then count.
         topology: A topology.json of `rowmesh calibrate` on these hosts and ranks: the planner
             uses its speeds, and the run prints how long a step should take.
 
@@ -114,7 +115,8 @@ def check_plan(config: PlanConfig, model: nn.Module, topology: Topology) -> None
         if config.profile is not None:
             read_profile(config.profile, list(_tables(model)))
         # The file may be of other ranks than are known here, and hot rows need data.
-        _make(replace(config, topology=None, tiers="off"), model, topology, None, "rowwise_adagrad")
+        known = replace(config, topology=None, tiers="off", refresh=None)
+        _make(known, model, topology, None, "rowwise_adagrad")
 
 
 def measured(mesh: Mesh) -> Topology:
