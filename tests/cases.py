@@ -65,6 +65,7 @@ class Table:
     sums: str = "sparse"  # of hot rows, or of the copies
     per_host: tuple[int, ...] = ()  # rows with a copy per host
     holder: int | None = None  # the local rank that has all of them; None if they are split
+    has_many_tiers: bool = False  # every other hot row is in a tier of its own
 
     @property
     def split(self) -> Split:
@@ -101,8 +102,8 @@ class Case:
     def num_features(self) -> int:
         return sum(t.features for c in self.collections for t in c.tables)
 
-    def _per_host(self, name: str, table: Table) -> Tier:
-        rows = make_hot_set(name, np.array(table.per_host))
+    def _per_host(self, name: str, table: Table, ids: tuple[int, ...]) -> Tier:
+        rows = make_hot_set(name, np.array(ids))
         if table.holder is None:
             split = Split(kind="boxes", rows="host")
             ranks = tuple(range(self.world))
@@ -127,14 +128,17 @@ class Case:
                     split=table.split,
                     sums=table.sums if everywhere else "sparse",
                 )
+                step = 2 if table.has_many_tiers else 1
                 tiers = [rest]
-                if table.per_host:
-                    tiers.insert(0, self._per_host(config.name, table))
-                if table.hot:
-                    hot = make_hot_set(config.name, np.array(table.hot))
-                    tiers.insert(
-                        0, Tier(ranks=world, copies=Copies.WORLD, rows=hot, sums=table.sums)
-                    )
+                for ids in (table.per_host[i::step] for i in range(step)):
+                    if ids:
+                        tiers.insert(0, self._per_host(config.name, table, ids))
+                for ids in (table.hot[i::step] for i in range(step)):
+                    if ids:
+                        hot = make_hot_set(config.name, np.array(ids))
+                        tiers.insert(
+                            0, Tier(ranks=world, copies=Copies.WORLD, rows=hot, sums=table.sums)
+                        )
                 tables.append(
                     TablePlan(
                         name=config.name,
@@ -361,6 +365,7 @@ def tiers(draw: st.DrawFn, table: Table, local: int) -> dict[str, Any]:
         "per_host": tuple(per_host),
         "holder": draw(st.one_of(st.none(), st.integers(0, local - 1))),
         "sums": draw(st.sampled_from(["sparse", "sparse", "dense", "bucket"])),
+        "has_many_tiers": draw(st.booleans()),
     }
 
 
