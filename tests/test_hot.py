@@ -247,8 +247,12 @@ def test_expected_bytes_are_near_the_mean_of_batches(sums: str, dedup: bool) -> 
         for t in bare
     )
     planned = plan(*hot, dense=(100,)).validate()
+    check_expected(planned, stats, zipf_batches(rows, count=80, requests=400, seed=2))
+
+
+def check_expected(planned: Plan, stats: Stats, fresh: list[KeyedJaggedTensor]) -> None:
+    """Expected bytes are near the mean of 20 steps of four ranks."""
     load = expect_plan(planned, stats.tables)
-    fresh = zipf_batches(rows, count=80, requests=400, seed=2)
     sent = {"host": 0.0, "cross": 0.0}
     for step in range(20):
         for ledger in predict(planned, fresh[4 * step : 4 * step + 4]):

@@ -10,7 +10,6 @@ import torch
 
 import rowmesh as rm
 from rowmesh.comm.mesh import Mesh
-from rowmesh.cost import expect_plan, predict
 from rowmesh.errors import PlanError, StepError
 from rowmesh.placement import Copies, Split, TablePlan, Tier, make_hot_set
 from rowmesh.placement.memory import bytes_per_rank
@@ -24,7 +23,16 @@ from rowmesh.train.planning import PlanConfig, check_plan
 from rowmesh.train.trainer import Trainer
 from tests.cases import DENSE, RULES, Case, Collection, Model, Table
 from tests.ranks import run_on_ranks
-from tests.test_hot import RATES, STATE, heat_of, plan, stats_of, table, zipf_batches
+from tests.test_hot import (
+    RATES,
+    STATE,
+    check_expected,
+    heat_of,
+    plan,
+    stats_of,
+    table,
+    zipf_batches,
+)
 from tests.test_trainer import tiny_run
 
 EVERYONE = (0, 1, 2, 3)
@@ -54,16 +62,7 @@ def test_expected_bytes_of_three_tiers_are_near_the_mean_of_batches(dedup: bool)
     heats = {t.name: heat_of(stats, t.name) for t in bare}
     tables = [three_tiers(t, heats[t.name][:40], heats[t.name][40:200]) for t in bare]
     planned = plan(*tables, dense=(100,)).validate()
-    load = expect_plan(planned, stats.tables)
-    fresh = zipf_batches(rows, count=80, requests=400, seed=2)
-    sent = {"host": 0.0, "cross": 0.0}
-    for step in range(20):
-        for ledger in predict(planned, fresh[4 * step : 4 * step + 4]):
-            for edge, links in ledger.items():
-                for link, num_bytes in links.items() if edge not in ("status", "counts") else ():
-                    sent[link] += num_bytes / 80
-    assert float(load.sent_host.mean()) == pytest.approx(sent["host"], rel=0.1)
-    assert float(load.sent_cross.mean()) == pytest.approx(sent["cross"], rel=0.1)
+    check_expected(planned, stats, zipf_batches(rows, count=80, requests=400, seed=2))
 
 
 def test_memory_of_copies_per_host_is_shared_by_its_ranks() -> None:

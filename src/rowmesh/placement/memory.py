@@ -18,6 +18,7 @@ __all__ = [
     "alike_bytes",
     "bytes_per_rank",
     "hot_bytes",
+    "hot_row_bytes",
     "tier_bytes",
 ]
 
@@ -67,6 +68,14 @@ def bytes_per_rank(
     return totals
 
 
+def hot_row_bytes(table: TablePlan, *, state: RuleState) -> int:
+    """Bytes of one copy of a hot row, with its state."""
+    if not table.trainable:
+        return table.row_bytes
+    of_elements = state.element_bytes * table.embedding_dim
+    return table.row_bytes + state.row_bytes * table.rest.split.columns + of_elements
+
+
 def hot_bytes(
     table: TablePlan, tier: Tier, count: int, local: int, *, state: RuleState
 ) -> list[int]:
@@ -74,10 +83,7 @@ def hot_bytes(
 
     A copy has all columns, and the state of a row once for every column piece of the rest.
     """
-    row = table.row_bytes
-    if table.trainable:
-        row += state.row_bytes * table.rest.split.columns
-        row += state.element_bytes * table.embedding_dim
+    row = hot_row_bytes(table, state=state)
     if tier.copies is Copies.WORLD:
         return [row * count] * len(tier.ranks)
     held = np.bincount(holders(tier, count, local), minlength=local).tolist()

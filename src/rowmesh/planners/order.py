@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rowmesh.placement import Copies, Plan, Tier, make_hot_set
-from rowmesh.placement.memory import RuleState, bytes_per_rank
+from rowmesh.placement.memory import RuleState, bytes_per_rank, hot_row_bytes
 from rowmesh.planners.per_host import Sums, may_have_copies
 from rowmesh.stats import Stats
 
@@ -26,9 +26,7 @@ class RowOrder:
             heat = stats.tables[table.name].heat
             if heat is None or not may_have_copies(table):
                 continue
-            held = table.row_bytes + table.trainable * (
-                state.row_bytes * len(table.columns()) + state.element_bytes * table.embedding_dim
-            )
+            held = hot_row_bytes(table, state=state)
             gradient = 4.0 * table.embedding_dim * table.trainable
             saved = (table.row_bytes + gradient + _ID) / table.row_bytes
             owners.append(np.full(len(heat.ids), number))

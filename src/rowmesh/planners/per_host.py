@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from rowmesh.cost import Rates
 from rowmesh.placement import Copies, Exchange, Plan, Split, TablePlan, Tier, make_hot_set
-from rowmesh.placement.memory import RuleState
+from rowmesh.placement.memory import RuleState, hot_row_bytes
 from rowmesh.stats import Heat, Stats
 from rowmesh.topology import Topology
 
@@ -161,9 +161,7 @@ def _mean_by_score(heat: Heat, values: Floats) -> Floats:
 
 def _held(table: TablePlan, state: RuleState, local: int) -> Floats:
     """Bytes of a row's copies on a rank, in each tier."""
-    row = table.row_bytes + table.trainable * (
-        state.row_bytes * len(table.columns()) + state.element_bytes * table.embedding_dim
-    )
+    row = hot_row_bytes(table, state=state)
     return np.array([[0.0], [row / local], [float(row)]])
 
 

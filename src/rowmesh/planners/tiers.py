@@ -1,10 +1,10 @@
 """Hot rows: which rows of all tables are copied to every rank or host, by the time of a step.
 
-Of rows on every rank (P2RES) those are taken first whose u (2 s + id) / s is largest, u the share
-of a rank's batches that contain the row and s its bytes: what a copy saves on the wire for each
-byte of memory. Their number k is the one whose step is shortest, 0 and all included. Where hosts
-have several ranks, cuts into three tiers at several prices of memory (FlexShard,
-`rowmesh.planners.per_host`) are tried, too.
+Of rows on every rank (P2RES) those are taken first whose u (s + g + id) / s is largest, u the
+share of a rank's batches that contain the row, s its bytes and g its gradient's: what a copy saves
+on the wire for each byte of memory. Their number k is the one whose step is shortest, 0 and all
+included. Where hosts have several ranks, cuts into three tiers at several prices of memory
+(FlexShard, `rowmesh.planners.per_host`) are tried, too.
 """
 
 import itertools
@@ -46,7 +46,6 @@ from rowmesh.stats import Stats
 __all__ = ["NO_DENSE", "HotRows", "choose_tiers", "parse_tiers"]
 
 _SUMS: Final[tuple[Sums, ...]] = ("sparse", "dense", "bucket")
-_ID = 4.0
 _POINTS = 16  # values of k that are tried first, and again around the best of them
 _PRICES = 7  # of memory that are tried
 _CHEAPEST = 1e-6  # of them, relative to the one at which nothing is copied
@@ -228,15 +227,15 @@ class HotRows:
             copied = _copy_all(plan, sums)
             held = max(bytes_per_rank(copied, **state_bytes(self._state)))
             if self._limit is None or held <= self._limit:
-                time = plan_time(
-                    copied,
-                    self._stats.tables,
-                    rates=self._rates,
-                    cost=self._cost,
-                    state=self._state,
-                )
-                found.append(_Try(copied, None, sums, time.total_s))
+                found.append(_Try(copied, None, sums, self._step_s(copied)))
         return found
+
+    def _step_s(self, plan: Plan) -> float:
+        """The time of a step of a plan as it is."""
+        time = plan_time(
+            plan, self._stats.tables, rates=self._rates, cost=self._cost, state=self._state
+        )
+        return time.total_s
 
     def _three_tiers(self, plan: Plan) -> list[_Try]:
         """Cuts at prices of memory, from none copied to all that fits."""
@@ -262,14 +261,7 @@ class HotRows:
                 if self._limit is None or (
                     max(bytes_per_rank(tiers, **state_bytes(self._state))) <= self._limit
                 ):
-                    time = plan_time(
-                        tiers,
-                        self._stats.tables,
-                        rates=self._rates,
-                        cost=self._cost,
-                        state=self._state,
-                    )
-                    found.append(_Try(plan, 0, "sparse", time.total_s, tiers))
+                    found.append(_Try(plan, 0, "sparse", self._step_s(tiers), tiers))
         return found
 
     def _finish(self, chosen: _Try, cold: _Try, best: _Try | None = None) -> Plan:

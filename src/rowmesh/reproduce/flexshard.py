@@ -17,7 +17,7 @@ from rowmesh.placement import Plan
 from rowmesh.placement.memory import RULE_STATES, bytes_per_rank
 from rowmesh.planners import RowTiers, make_plan
 from rowmesh.reproduce.compare import Contest, Told, compare
-from rowmesh.reproduce.hosts import run_on_hosts
+from rowmesh.reproduce.hosts import measure_on_hosts
 from rowmesh.reproduce.merged import merged_bytes
 from rowmesh.stats import Stats
 from rowmesh.tables import named_collections
@@ -93,13 +93,13 @@ def measure_flexshard(
         InputError: Where emulated hosts are not permitted.
         LabError: If the ranks of a shape fail.
     """
-    asked = json.dumps(dataclasses.asdict(what))
-    for hosts, local in what.shapes:
-        for rate in what.rates:
-            on_stage(f"{hosts}x{local} at {rate}")
-            words = ["-m", "rowmesh.reproduce.flexshard_rank", asked]
-            for case in run_on_hosts(words, hosts=hosts, local=local, rate=rate):
-                yield case | {"rate": rate}
+    return measure_on_hosts(
+        "rowmesh.reproduce.flexshard_rank",
+        json.dumps(dataclasses.asdict(what)),
+        shapes=what.shapes,
+        rates=what.rates,
+        on_stage=on_stage,
+    )
 
 
 def compare_tiers(

@@ -1,13 +1,13 @@
 """Ranks of an experiment on emulated hosts, and what they print."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from rowmesh.errors import LabError
 from rowmesh.lab import Lab
 
-__all__ = ["run_on_hosts"]
+__all__ = ["measure_on_hosts", "run_on_hosts"]
 
 _LONGEST_S = 3600.0  # of one shape at one rate
 
@@ -28,3 +28,24 @@ def run_on_hosts(
                 yield json.loads(line)
         if run.poll() != 0:
             raise LabError(f"{hosts}x{local} at {rate}: {run.failure()}")
+
+
+def measure_on_hosts(
+    module: str,
+    asked: str,
+    *,
+    shapes: Iterable[tuple[int, int]],
+    rates: Sequence[str],
+    on_stage: Callable[[str], None],
+) -> Iterator[dict[str, Any]]:
+    """What ``python -m module asked`` finds on every shape at every rate, with the rate.
+
+    Raises:
+        InputError: Where emulated hosts are not permitted.
+        LabError: If the ranks of a shape fail.
+    """
+    for hosts, local in shapes:
+        for rate in rates:
+            on_stage(f"{hosts}x{local} at {rate}")
+            for case in run_on_hosts(["-m", module, asked], hosts=hosts, local=local, rate=rate):
+                yield case | {"rate": rate}

@@ -9,7 +9,7 @@ from typing import Any
 from rowmesh.data import SyntheticClicks
 from rowmesh.errors import InputError, check_range
 from rowmesh.lab import parse_rate
-from rowmesh.reproduce.hosts import run_on_hosts
+from rowmesh.reproduce.hosts import measure_on_hosts
 from rowmesh.reproduce.sweep import Setting
 from rowmesh.train.config import RunConfig
 from rowmesh.train.model import ModelConfig
@@ -83,10 +83,10 @@ def measure_p2res(
         InputError: Where emulated hosts are not permitted.
         LabError: If the ranks of a shape fail.
     """
-    asked = json.dumps(dataclasses.asdict(what))
-    for hosts, local in what.shapes:
-        for rate in what.rates:
-            on_stage(f"{hosts}x{local} at {rate}")
-            words = ["-m", "rowmesh.reproduce.p2res_rank", asked]
-            for case in run_on_hosts(words, hosts=hosts, local=local, rate=rate):
-                yield case | {"rate": rate}
+    return measure_on_hosts(
+        "rowmesh.reproduce.p2res_rank",
+        json.dumps(dataclasses.asdict(what)),
+        shapes=what.shapes,
+        rates=what.rates,
+        on_stage=on_stage,
+    )
