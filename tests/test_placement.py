@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, asdict
+from dataclasses import FrozenInstanceError, asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from rowmesh.placement import (
     Copies,
     Exactness,
     Exchange,
+    Groups,
     Homes,
     HotSet,
     MeshShape,
@@ -146,7 +147,56 @@ def coded(*stack: str) -> tuple[Codec, ...]:
     return (Codec(edge="rows", stack=stack),)
 
 
+def per_host() -> tuple[Tier, ...]:
+    split = Split(kind="boxes", rows="host")
+    return (Tier(ranks=ALL, copies=Copies.HOST, rows=HOT, split=split),)
+
+
 PAIRS = MeshShape(hosts=2, local=2, group=2)
+PAIR = (Tier(ranks=(0, 1), split=ROW_WISE),)
+WEIGHTS = Sync(mode="weights")
+
+
+@LAW
+@given(st.integers(1, 6), st.integers(1, 6), st.sampled_from(["contiguous", "strided"]))
+def test_every_rank_has_one_place_in_one_group(size: int, count: int, layout: Any) -> None:
+    groups = Groups(world=size * count, size=size, layout=layout)
+    assert groups.count == count
+    ranks = sorted(r for m in range(count) for r in groups.members(m))
+    assert ranks == list(range(size * count))
+    for rank in ranks:
+        group, place = groups.group(rank), groups.place(rank)
+        assert groups.rank(group, place) == rank
+        assert groups.members(group)[place] == rank
+        assert groups.members(group) == tuple(sorted(groups.members(group)))
+        assert groups.replicas(rank)[group] == rank
+        assert all(groups.place(other) == place for other in groups.replicas(rank))
+        assert groups.move([rank], 0) == groups.replicas(rank)[:1]
+        by_law = rank // size if layout == "contiguous" else rank % count
+        assert group == by_law
+
+
+@LAW
+@given(st.integers(1, 4), st.integers(1, 4), st.sampled_from(["contiguous", "strided"]), st.data())
+def test_ranks_of_a_group_share_hosts_as_its_shape_says(
+    hosts: int, local: int, layout: Any, data: st.DataObject
+) -> None:
+    topology = Topology(hosts=hosts, local=local)
+    sizes = [n for n in range(1, topology.world + 1) if topology.world % n == 0]
+    size = data.draw(st.sampled_from([n for n in sizes if n % local == 0 or local % n == 0]))
+    groups = Groups(world=topology.world, size=size, layout=layout)
+    shape = groups.shape(topology)
+    assert shape.world == size
+    even = layout == "contiguous" or local % groups.count == 0 or groups.count % local == 0
+    for group in range(groups.count):
+        members = groups.members(group)
+        for a, one in enumerate(members):
+            for b, other in enumerate(members):
+                together = topology.host(one) == topology.host(other)
+                if shape.host(a) == shape.host(b):
+                    assert together
+                elif even:
+                    assert not together
 
 
 @pytest.mark.parametrize(
@@ -167,11 +217,17 @@ PAIRS = MeshShape(hosts=2, local=2, group=2)
         (plan(table(tiers=tier(*ALL, rows=HOT, copies=Copies.WORLD) + tier(1))), "E0"),
         (plan(table(tiers=tier(1, split=ROW_WISE), exchange=Exchange.POOLED)), "E0"),
         (plan(table("a"), table(exchange=Exchange.POOLED)), "E1"),
-        (plan(sync=Sync(period=4)), "E0"),
-        (plan(mesh=PAIRS), "E0"),
-        (plan(mesh=PAIRS, sync=Sync(period=4)), "E2"),
-        (plan(table(exchange=Exchange.POOLED), mesh=PAIRS, sync=Sync(mode="weights")), "E2"),
-        (plan(codecs=coded("bf16"), mesh=PAIRS, sync=Sync(mode="weights")), "E3"),
+        (plan(sync=Sync(mode="weights", period=4)), "E0"),
+        (plan(table(tiers=PAIR), mesh=PAIRS), "E0"),
+        (plan(table(tiers=PAIR), mesh=PAIRS, sync=Sync(mode="weights", period=4)), "E2"),
+        (plan(table(tiers=PAIR, group=2), sync=Sync(mode="moments-first")), "E2"),
+        (plan(table(group=4), mesh=PAIRS, sync=Sync(mode="weights")), "E0"),
+        (
+            plan(table(tiers=tier(*ALL, copies=Copies.WORLD)), mesh=PAIRS, sync=WEIGHTS),
+            "E0",
+        ),
+        (plan(table(tiers=PAIR, exchange=Exchange.POOLED), mesh=PAIRS, sync=WEIGHTS), "E2"),
+        (plan(table(tiers=PAIR), codecs=coded("bf16"), mesh=PAIRS, sync=WEIGHTS), "E3"),
         (plan(codecs=coded("threshold(0.1)")), "E3"),
         (plan(codecs=coded("topk(0.1)", "bf16")), "E4"),
         (plan(codecs=coded("bf16"), towers=("a",)), "E4"),
@@ -200,6 +256,34 @@ HOST_BOXES = {"copies": Copies.HOST, "split": Split(kind="boxes", rows="host")}
         (plan(mesh=MeshShape(hosts=2, local=2, group=0)), "groups of 0 ranks do not divide 4"),
         (plan(mesh=MeshShape(hosts=2, local=2, group=3)), "groups of 3 ranks do not divide 4"),
         (plan(mesh=MeshShape(hosts=3, local=4, group=6)), "of 6 .* multiple or a divisor of 4"),
+        (plan(table(group=3)), "table 'user': shard groups of 3 ranks do not divide 4"),
+        (
+            plan(table("a", group=2, tiers=tier(0)), mesh=MeshShape(hosts=6, local=1, group=3)),
+            "groups of 2 and of 3 ranks: .* each divide the next",
+        ),
+        (plan(sync=Sync(period=0, mode="weights")), "sync period 0 must be at least 1"),
+        (plan(sync=Sync(period=2)), "gradients are synced every step.* period 2"),
+        (plan(sync=Sync(form="dense")), "gradients are synced every step.* form 'dense'"),
+        (plan(mesh=PAIRS), r"\[0, 1, 2, 3\] must be of its first shard group, which has 2 of 4"),
+        (
+            plan(table(tiers=tier(1)), mesh=replace(PAIRS, layout="strided")),
+            r"\[1\] must be of its first shard group, .* \(strided\)",
+        ),
+        (
+            plan(
+                table(tiers=(*per_host(), *tier(0))),
+                mesh=replace(PAIRS, layout="strided"),
+                tree="host-first",
+            ),
+            "copies per host need shard groups of whole hosts.* multiple of 2",
+        ),
+        (
+            plan(
+                table(tiers=tier(0, 3, split=Split(kind="boxes", rows="host"))),
+                mesh=MeshShape(hosts=3, local=4, group=4, layout="strided"),
+            ),
+            "3 strided groups do not divide hosts of 4",
+        ),
         (plan(table("a"), table("b"), table("a")), r"planned more than once: \['a'\]"),
         (plan(table(num_embeddings=0)), "table 'user' needs at least one row"),
         (plan(table(embedding_dim=0)), "table 'user' needs at least one row and one column"),
@@ -318,22 +402,51 @@ def draw_tier(
     return Tier(ranks=tuple(range(hosts * local)), copies=Copies.HOST, split=split, store=store)
 
 
+def draw_rest(
+    draw: st.DrawFn,
+    hosts: int,
+    local: int,
+    groups: Groups,
+    dim: int,
+    shards: int,
+    in_tower: bool,
+    by_host: bool,
+) -> Tier:
+    """A tier drawn for one group as a mesh of its own, laid on the ranks of the first."""
+    topology, world = Topology(hosts=hosts, local=local), tuple(range(hosts * local))
+    shape = groups.shape(topology)
+    rest = draw_tier(draw, shape.hosts, shape.local, dim, shards, in_tower)
+    if rest.copies is Copies.WORLD:
+        return replace(rest, ranks=world)
+    if rest.copies is Copies.HOST:
+        over_all = world if rest.split.kind == "boxes" else world[rest.ranks[0] :: local]
+        return replace(rest, ranks=over_all) if by_host else Tier(ranks=(0,))
+    return replace(rest, ranks=tuple(groups.rank(0, place) for place in rest.ranks))
+
+
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     hosts, local = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     world, towers = hosts * local, draw(st.sampled_from([(), ("left", "right")]))
     divisors = [g for g in range(1, world + 1) if world % g == 0]
-    group = draw(st.sampled_from([g for g in divisors if g % local == 0 or local % g == 0]))
+    sizes = [g for g in divisors if g % local == 0 or local % g == 0]
+    group = draw(st.sampled_from(sizes))
+    sizes = [g for g in sizes if group % g == 0 or g % group == 0]
     layout = draw(st.sampled_from(["contiguous", "strided"]))
     tables = []
     for name in draw(st.lists(st.text(min_size=1, max_size=8), unique=True, max_size=3)):
         dim, shards = draw(st.integers(1, 6)), draw(st.integers(1, 8))
         pooling = draw(st.sampled_from(PoolingType))
         tower = draw(st.sampled_from([None, *towers]))
-        rest = draw_tier(draw, hosts, local, dim, shards, tower is not None)
+        size = draw(st.sampled_from([g for g in sizes if group % g == 0 or g % group == 0]))
+        sizes = [g for g in sizes if size % g == 0 or g % size == 0]
+        groups = Groups(world=world, size=size, layout=layout)
+        by_host = groups.count == 1 or (layout == "contiguous" and size % local == 0)
+        rest = draw_rest(draw, hosts, local, groups, dim, shards, tower is not None, by_host)
         hot = []
         if rest.copies is not Copies.WORLD and draw(st.booleans()):
-            copies = Copies.WORLD if tower else draw(st.sampled_from([Copies.WORLD, Copies.HOST]))
+            kinds = [Copies.WORLD, Copies.HOST] if by_host and not tower else [Copies.WORLD]
+            copies = draw(st.sampled_from(kinds))
             ranks, rows = tuple(range(world)), st.builds(HotSet, **HOT_FIELDS)
             over_ranks = Split(kind="boxes", rows="host")
             split = Split() if copies is Copies.WORLD else over_ranks
@@ -350,6 +463,7 @@ def plans(draw: st.DrawFn) -> Plan:
             "feature_names": tuple(draw(st.lists(st.text(max_size=3), max_size=2))),
             "tiers": (*hot, rest),
             "tower": tower,
+            "group": None if size == group else size,
         }
         if pooling is not PoolingType.NONE and not hot:
             fields["exchange"] = draw(st.sampled_from(Exchange))
@@ -377,9 +491,9 @@ CODECS = st.builds(
     edge=st.sampled_from(["rows", "dense"]),
     stack=st.lists(STACK, min_size=1, max_size=2).map(tuple),
 )
-SYNCS = st.builds(
+SYNCS = st.just(Sync()) | st.builds(
     Sync,
-    mode=st.sampled_from(["gradients", "weights", "moments-first"]),
+    mode=st.sampled_from(["weights", "moments-first"]),
     period=st.integers(1, 9),
     form=st.sampled_from(["sparse", "dense"]),
 )

@@ -16,7 +16,7 @@ from rowmesh.errors import (
 )
 from rowmesh.features import Batch, JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from rowmesh.nn import EmbeddingBagCollection, EmbeddingCollection
-from rowmesh.optim import SGD, Adagrad, Adam, RowwiseAdagrad
+from rowmesh.optim import SGD, Adagrad, Adam, MomentumScaledRowwiseAdagrad, RowwiseAdagrad
 from rowmesh.placement import Plan, load_plan, save_plan
 from rowmesh.planners import Constraints, Pin, make_plan
 from rowmesh.runtime.export import full_state_dict
@@ -50,6 +50,7 @@ __all__ = [
     "KeyedJaggedTensor",
     "KeyedTensor",
     "Mesh",
+    "MomentumScaledRowwiseAdagrad",
     "NotExecutable",
     "Optimizer",
     "Oracle",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,7 +52,7 @@ class LocalEngine:
         features = as_features(features)
         sink = self.open_sink() if self.open_sink is not None else None
         pieces: list[Piece] = []
-        for stack in self._current_stacks():
+        for stack in self.current_stacks():
             readers = [collection.readers[r] for r in stack.readers]
             bags = flatten(features, readers, pooled=pooled, weighted=collection.is_weighted)
             check_ids(bags, readers, tables)
@@ -72,7 +72,19 @@ class LocalEngine:
         weight = collection.table_modules()[collection.configs()[table].name].weight
         return weight
 
-    def _current_stacks(self) -> list[_Stack]:
+    def copy_stacks(self) -> list[_Stack]:
+        """Copies of the tables as they are now, for `use_stacks`."""
+        return [replace(s, weight=s.weight.clone()) for s in self.current_stacks()]
+
+    def use_stacks(self, stacks: list[_Stack]) -> None:
+        """Read, and make the parameters, these tables from now on."""
+        self._stacks = stacks
+        for stack in stacks:
+            starts = stack.bounds.tolist()
+            for t, start, stop in zip(stack.tables, starts[:-1], starts[1:], strict=True):
+                self._weight(t).data = stack.weight[start:stop]
+
+    def current_stacks(self) -> list[_Stack]:
         """The stacks; made anew when ``.to()``, a copy or an assignment moved a parameter."""
         if not self._stacks or any(not self._is_stacked(s) for s in self._stacks):
             self._stacks = self._make_stacks()

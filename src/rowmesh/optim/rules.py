@@ -9,8 +9,8 @@ depends on where in a tensor an element lies): a row's new value depends on that
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,14 @@ from torch import Tensor
 from rowmesh.errors import InputError
 from rowmesh.optim.squares import mean_squares
 
-__all__ = ["SGD", "Adagrad", "Adam", "RowwiseAdagrad", "UpdateRule"]
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "MomentumScaledRowwiseAdagrad",
+    "RowwiseAdagrad",
+    "UpdateRule",
+]
 
 State = Mapping[str, Tensor]
 
@@ -135,10 +142,77 @@ class RowwiseAdagrad:
     ) -> None:
         """One step."""
         squares = mean_squares(grad) if squares is None else squares
-        moment = state["v"].index_select(0, rows).add_(squares)
-        state["v"].index_copy_(0, rows, moment)
-        scale = -lr / moment.sqrt().add_(self.eps)
-        _move(weight, rows, grad * scale.unsqueeze(1))
+        _move_by_rows(weight, state["v"], rows, grad, squares, lr, self.eps)
+
+
+def _move_by_rows(
+    weight: Tensor,
+    moments: Tensor,
+    rows: Tensor,
+    grad: Tensor,
+    squares: Tensor,
+    lr: float,
+    eps: float,
+) -> None:
+    """``v += squares``; ``w -= lr * g / (sqrt(v) + eps)``."""
+    moment = moments.index_select(0, rows).add_(squares)
+    moments.index_copy_(0, rows, moment)
+    scale = -lr / moment.sqrt().add_(eps)
+    _move(weight, rows, grad * scale.unsqueeze(1))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MomentumScaledRowwiseAdagrad:
+    """Row-wise AdaGrad for M groups that step apart and average their weights.
+
+    ``v += mean_d(g_d^2) / c``; ``w -= lr * g / (sqrt(v) + eps)``, g being M times the group's
+    share of the gradient. With c = M a row that few samples touch keeps the moment it would have
+    without groups; with c = 1 that moment grows M times as fast, and the row stops learning. v is
+    stored divided by c: another M, or a row copied everywhere, needs no rescaling.
+
+    Args:
+        lr, eps: As for `RowwiseAdagrad`.
+        scale: c. ``"groups"`` is the number of groups that step apart: M where weights are
+            averaged, 1 where gradients or squares of all groups are summed first, and for rows
+            that every rank holds.
+    """
+
+    lr: float = 0.01
+    eps: float = 1e-8
+    scale: Literal["groups"] | float = "groups"
+
+    adds_squares: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _positive(self, lr=self.lr, eps=self.eps)
+        if self.scale != "groups":
+            if isinstance(self.scale, str):
+                raise InputError(f"scale must be 'groups' or a number, got {self.scale!r}")
+            if not 0.0 < self.scale < math.inf:
+                raise InputError(f"scale must be above 0 and finite, got {self.scale}")
+
+    def for_groups(self, count: int) -> "MomentumScaledRowwiseAdagrad":
+        """This rule for rows on which ``count`` groups step apart."""
+        return replace(self, scale=float(count)) if self.scale == "groups" else self
+
+    def new_state(self, num_rows: int, dim: int, *, device: torch.device) -> dict[str, Tensor]:
+        """``v``: one float a row."""
+        return {"v": torch.zeros(num_rows, device=device)}
+
+    def update(
+        self,
+        weight: Tensor,
+        state: State,
+        rows: Tensor,
+        grad: Tensor,
+        lr: float,
+        *,
+        squares: Tensor | None = None,
+    ) -> None:
+        """One step; c = 1 if `for_groups` has not said otherwise."""
+        squares = mean_squares(grad) if squares is None else squares
+        scale = 1.0 if self.scale == "groups" else self.scale
+        _move_by_rows(weight, state["v"], rows, grad, squares / scale, lr, self.eps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

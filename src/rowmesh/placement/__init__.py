@@ -1,6 +1,7 @@
 """The plan: where every row of every table lives, as a frozen value with a JSON form."""
 
 from rowmesh.placement.document import load_plan, plan_from_json, plan_to_json, save_plan
+from rowmesh.placement.groups import Groups
 from rowmesh.placement.homes import Homes
 from rowmesh.placement.hot import hot_ids, make_hot_set
 from rowmesh.placement.plan import (
@@ -26,6 +27,7 @@ __all__ = [
     "Copies",
     "Exactness",
     "Exchange",
+    "Groups",
     "Homes",
     "HotChoice",
     "HotSet",

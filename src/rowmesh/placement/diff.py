@@ -134,4 +134,5 @@ def _describe(table: TablePlan) -> dict[str, str]:
         "trainable": str(table.trainable).lower(),
         "weighted": str(table.weighted).lower(),
         "tower": table.tower or "none",
+        "shard group": str(table.group or "as the plan"),
     }

@@ -63,8 +63,11 @@ def bytes_per_rank(
                 held = hot_bytes(table, tier, tier.rows.count, plan.mesh.local, state=state)
             else:
                 held = tier_bytes(table, tier, state=state)
-            for rank, num_bytes in zip(tier.ranks, held, strict=True):
-                totals[rank] += num_bytes
+            groups = plan.groups(table)
+            for group in range(groups.count if tier.copies is Copies.GROUP else 1):
+                ranks = groups.move(tier.ranks, group) if groups.count > 1 else tier.ranks
+                for rank, num_bytes in zip(ranks, held, strict=True):
+                    totals[rank] += num_bytes
     return totals
 
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from rowmesh.errors import PlanError, did_you_mean
 from rowmesh.placement.columns import column_bounds
+from rowmesh.placement.groups import Groups
 from rowmesh.placement.homes import Homes
 from rowmesh.placement.why import HotChoice, Why
 from rowmesh.tables import BYTES_OF, PoolingType, parse_dtype
@@ -71,9 +72,10 @@ class Exactness(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshShape:
-    """``hosts`` x ``local`` ranks in shard groups of ``group`` ranks.
+    """``hosts`` x ``local`` ranks in shard groups of ``group`` ranks (`Groups`).
 
-    Contiguous groups are [m*N, (m+1)*N), strided ones {r : r mod M == m}.
+    Contiguous groups are [m*N, (m+1)*N), strided ones {r : r mod M == m}. A table may have groups
+    of another size.
     """
 
     hosts: int
@@ -126,10 +128,11 @@ class Split:
 class Tier:
     """Some rows of a table, their copies, and the ranks one copy is spread over.
 
-    ``rows`` is a hot set or the ``"rest"``. ``copies=WORLD`` lists every rank: each holds the
-    rows. Their gradients are added up as ``sums`` says: ``sparse``, of rows that some rank
-    touched, by the owner of the row, which tells all ranks; ``dense``, of all rows, as a bucket of
-    its own; ``bucket``, of all rows, as part of the last bucket of the dense layers.
+    ``copies=GROUP`` lists ranks of the first shard group; those at the same places of the others
+    hold the same. ``rows`` is a hot set or the ``"rest"``. ``copies=WORLD`` lists every rank: each
+    holds the rows. Their gradients are added up as ``sums`` says: ``sparse``, of rows that some
+    rank touched, by the owner of the row, which tells all ranks; ``dense``, of all rows, as a
+    bucket of its own; ``bucket``, of all rows, as part of the last bucket of the dense layers.
     """
 
     ranks: tuple[int, ...]
@@ -145,6 +148,7 @@ class TablePlan:
     """One table: what it is, and its tiers.
 
     ``virtual_shards`` (S) is fixed when the table is created and never changes with the plan.
+    ``group`` is the size of its shard groups, None for that of the mesh.
     ``why`` is the planner's reason; plans that differ in it alone are equal.
     """
 
@@ -162,6 +166,7 @@ class TablePlan:
     trainable: bool = True
     weighted: bool = False
     tower: str | None = None
+    group: int | None = None
     why: Why | None = field(default=None, compare=False)
 
     @property
@@ -218,7 +223,13 @@ class Codec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sync:
-    """How replica groups are kept together when the shard group is smaller than the world."""
+    """How replicas are kept together where a shard group is smaller than the world.
+
+    ``gradients``: summed over groups before one step, as without groups. ``weights``: each group
+    steps by itself with M times its gradient; every ``period`` steps weights and optimiser state
+    become their mean, of all rows (``dense``) or of those touched (``sparse``).
+    ``moments-first``: as ``weights``, but squares are summed over groups before every step.
+    """
 
     mode: Literal["gradients", "weights", "moments-first"] = "gradients"
     period: int = 1
@@ -263,6 +274,17 @@ class Plan:
     def span(self) -> int:
         """Ranks, in rank order, whose gradients are added up first: a host's, or all."""
         return self.mesh.local if self.tree == "host-first" else self.mesh.hosts * self.mesh.local
+
+    def groups(self, table: TablePlan) -> Groups:
+        """The shard groups of a table; one of all ranks if every rank holds a copy."""
+        world = self.mesh.hosts * self.mesh.local
+        size = world if table.rest.copies is Copies.WORLD else table.group or self.mesh.group
+        return Groups(world=world, size=size, layout=self.mesh.layout)
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether any table has more than one shard group."""
+        return any(self.groups(table).count > 1 for table in self.tables)
 
     @property
     def exactness(self) -> Exactness:

@@ -1,6 +1,7 @@
 """The rules a plan obeys, and the exactness that follows from its settings."""
 
 import re
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +50,7 @@ def check(plan: Plan) -> None:
     if plan.version != PLAN_VERSION:
         raise PlanError(f"plan version {plan.version} is not {PLAN_VERSION}, the one known here")
     _check_mesh(plan.mesh)
+    _check_groups(plan)
     names = [t.name for t in plan.tables]
     if twice := {n for n in names if names.count(n) > 1}:
         raise PlanError(f"tables planned more than once: {sorted(twice)}")
@@ -61,8 +63,6 @@ def check(plan: Plan) -> None:
             raise PlanError(f"the codec of edge {codec.edge!r} is empty: say fp32")
         for name in codec.stack:
             _check_codec(name, codec.edge)
-    if plan.sync.period < 1:
-        raise PlanError(f"sync period {plan.sync.period} must be at least 1 step")
     if any(n < 1 for n in plan.dense):
         raise PlanError(f"dense buckets must not be empty, got {plan.dense}")
 
@@ -70,13 +70,38 @@ def check(plan: Plan) -> None:
 def _check_mesh(mesh: MeshShape) -> None:
     if mesh.hosts < 1 or mesh.local < 1:
         raise PlanError(f"a mesh of {mesh.hosts} hosts x {mesh.local} ranks has no ranks")
+    _check_size(mesh, mesh.group, "")
+
+
+def _check_size(mesh: MeshShape, size: int, where: str) -> None:
     world = mesh.hosts * mesh.local
-    if mesh.group < 1 or world % mesh.group:
-        raise PlanError(f"shard groups of {mesh.group} ranks do not divide {world} ranks")
-    if mesh.group % mesh.local and mesh.local % mesh.group:
+    if size < 1 or world % size:
+        raise PlanError(f"{where}shard groups of {size} ranks do not divide {world} ranks")
+    if size % mesh.local and mesh.local % size:
         raise PlanError(
-            f"shard groups of {mesh.group} ranks neither fill whole hosts of {mesh.local} ranks "
+            f"{where}shard groups of {size} ranks neither fill whole hosts of {mesh.local} ranks "
             f"nor divide one: choose a multiple or a divisor of {mesh.local}"
+        )
+
+
+def _check_groups(plan: Plan) -> None:
+    for table in plan.tables:
+        if table.group is not None:
+            _check_size(plan.mesh, table.group, f"table {table.name!r}: ")
+    sizes = sorted({plan.mesh.group, *(t.group for t in plan.tables if t.group is not None)})
+    for small, large in pairwise(sizes):
+        if large % small:
+            raise PlanError(
+                f"shard groups of {small} and of {large} ranks: sizes of one plan must each "
+                f"divide the next larger one"
+            )
+    sync = plan.sync
+    if sync.period < 1:
+        raise PlanError(f"sync period {sync.period} must be at least 1 step")
+    if sync.mode == "gradients" and (sync.period > 1 or sync.form != "sparse"):
+        raise PlanError(
+            f"gradients are synced every step, of touched rows: period {sync.period} and form "
+            f"{sync.form!r} are for mode 'weights' or 'moments-first'"
         )
 
 
@@ -134,6 +159,12 @@ def _check_tier(plan: Plan, table: TablePlan, tier: Tier, where: str) -> None:
         raise PlanError(f"{where}: {tier.sums} sums are of copies on the whole world")
     if tier.copies is Copies.HOST:
         _check_host_copies(plan, table, tier, where)
+    groups = plan.groups(table)
+    if tier.copies is Copies.GROUP and any(groups.group(rank) for rank in ranks):
+        raise PlanError(
+            f"{where}: ranks {list(ranks)} must be of its first shard group, which has "
+            f"{groups.size} of {world} ranks ({groups.layout})"
+        )
     if tier.copies is Copies.GROUP and split.kind == "whole" and len(ranks) != 1:
         raise PlanError(f"{where}: a whole copy lives on one rank, got {list(ranks)}")
     if split.kind == "whole" and (split.columns != 1 or split.rows != "none"):
@@ -145,7 +176,7 @@ def _check_tier(plan: Plan, table: TablePlan, tier: Tier, where: str) -> None:
             f"cut into at most {most}: choose another dim, or fewer pieces"
         )
     if split.kind == "boxes" and tier.copies is Copies.GROUP:
-        _check_boxes(mesh, table, tier, where)
+        _check_boxes(plan, table, tier, where)
 
 
 def _check_host_copies(plan: Plan, table: TablePlan, tier: Tier, where: str) -> None:
@@ -162,6 +193,12 @@ def _check_host_copies(plan: Plan, table: TablePlan, tier: Tier, where: str) -> 
             f"{where}: whole copies per host list one rank of every host, with one local rank, "
             f"as {list(peers)}, not {list(ranks)}"
         )
+    groups = plan.groups(table)
+    if groups.count > 1 and (groups.size % mesh.local or groups.layout == "strided"):
+        raise PlanError(
+            f"{where}: copies per host need shard groups of whole hosts, next to each other: "
+            f"contiguous ones of a multiple of {mesh.local} ranks"
+        )
     if plan.tree == "flat" and mesh.hosts > 1 and mesh.local > 1:
         raise PlanError(
             f"{where}: gradients of copies per host are added up inside a host first: the plan's "
@@ -169,7 +206,8 @@ def _check_host_copies(plan: Plan, table: TablePlan, tier: Tier, where: str) -> 
         )
 
 
-def _check_boxes(mesh: MeshShape, table: TablePlan, tier: Tier, where: str) -> None:
+def _check_boxes(plan: Plan, table: TablePlan, tier: Tier, where: str) -> None:
+    mesh, groups = plan.mesh, plan.groups(table)
     ranks, columns, rows = tier.ranks, tier.split.columns, tier.split.rows
     if len(ranks) % columns:
         raise PlanError(f"{where}: {len(ranks)} ranks do not divide into {columns} columns")
@@ -182,6 +220,11 @@ def _check_boxes(mesh: MeshShape, table: TablePlan, tier: Tier, where: str) -> N
         raise PlanError(
             f"{where}: {owners} ranks share {table.virtual_shards} virtual shards; S is fixed "
             f"when the table is created: use at most {table.virtual_shards} ranks"
+        )
+    if rows == "host" and owners > 1 and groups.layout == "strided" and mesh.local % groups.count:
+        raise PlanError(
+            f"{where}: {groups.count} strided groups do not divide hosts of {mesh.local} ranks, so "
+            f"that no split with rows=host is inside hosts in all of them: use contiguous groups"
         )
     for first in range(0, len(ranks) if rows == "host" else 0, owners):
         for rank in ranks[first : first + owners]:
@@ -207,9 +250,7 @@ def exactness(plan: Plan) -> Exactness:
         return Exactness.E4
     if codecs:
         return Exactness.E3
-    if plan.mesh.group < plan.mesh.hosts * plan.mesh.local and (
-        plan.sync.mode != "gradients" or plan.sync.period > 1
-    ):
+    if plan.has_replicas and plan.sync.mode != "gradients":
         return Exactness.E2
     for table in plan.tables:
         split_rows = table.rest.split.rows == "all" and table.homes().num_owners > 1

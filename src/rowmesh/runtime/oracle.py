@@ -1,13 +1,16 @@
 """The oracle: the unsharded model in one process, run as W virtual ranks.
 
 The batch is cut as the ranks got it; forward and backward run per part; a row's gradients are
-added in sample order within a part, then over parts in the plan's sum tree. What a plan of
+added in sample order within a part, then over parts in the plan's sum tree; with shard groups
+whose gradients are summed, over the parts of each group and then over groups. What a plan of
 exactness E0 does on W real ranks must equal this to the bit.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +20,9 @@ from rowmesh.nn.init import fill_initial_values
 from rowmesh.nn.kernels import coalesce
 from rowmesh.nn.local import LocalEngine, Sink
 from rowmesh.optim import UpdateRule
+from rowmesh.optim.groups import Rules, mean_of_groups
+from rowmesh.optim.squares import mean_squares
+from rowmesh.placement import Copies, Groups, Plan, Sync, hot_ids
 from rowmesh.runtime.adopt import adopt_collections
 from rowmesh.tables import dense_parameters, named_collections
 
@@ -39,8 +45,35 @@ def materialise(model: nn.Module, *, device: torch.device | str = "cpu") -> nn.M
     return model
 
 
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """Gradients of one table from one forward of one part."""
+
+    table: str
+    part: int
+    forward: int
+    rows: Tensor
+    sums: Tensor
+
+
+@dataclass(slots=True)
+class _Step:
+    """One update of distinct rows of a table, in the copies of these groups."""
+
+    table: str
+    views: Sequence[int]
+    rule: UpdateRule
+    rows: Tensor
+    grad: Tensor
+    weight: float = 1.0  # of its squares in a norm
+    squares: Tensor | None = None
+
+
 class Oracle:
     """Trains ``model`` as ``world`` virtual ranks would.
+
+    With a plan whose shard groups step apart it holds a copy of the tables for every group: what
+    ranks do under that plan, whatever its exactness, must equal this to the bit.
 
     Args:
         model: Unsharded; its ``forward(batch)`` returns one loss per sample. Tables on ``meta``
@@ -48,6 +81,7 @@ class Oracle:
         dense: As for `rowmesh.Optimizer`.
         sparse: As for `rowmesh.Optimizer`.
         span: `Plan.span`: so many parts, next to each other, are added up first; default all.
+        plan: Whose shard groups, sync and span to follow, instead of ``span``.
     """
 
     def __init__(
@@ -57,32 +91,72 @@ class Oracle:
         dense: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
         sparse: UpdateRule,
         span: int | None = None,
+        plan: Plan | None = None,
     ) -> None:
-        self._span = span
+        self._span = span if plan is None else plan.span
         self.model = materialise(adopt_collections(model))
         self.rule = sparse
         self.parameters = [p for p in dense_parameters(self.model) if p.requires_grad]
         self.dense = dense(self.parameters) if self.parameters else None
-        self.weights: dict[str, Tensor] = {}
-        self.states: dict[str, dict[str, Tensor]] = {}
-        self._arrived: list[tuple[str, int, int, Tensor, Tensor]] = []
-        self._part, self._forwards = 0, 0
+        self._arrived: list[_Arrival] = []
+        self._part, self._forwards, self._num_steps = 0, 0, 0
+        self._names: list[list[str]] = []
+        self._engines: list[LocalEngine] = []
         for _, module, configs in named_collections(self.model):
             engine = module.engine
             if not isinstance(engine, LocalEngine):
                 raise InputError("the oracle needs the unsharded model")
             names = [c.name for c in configs]
             engine.open_sink = lambda names=names: self._open_sink(names)
-            for config in configs:
-                weight = module.table_modules()[config.name].weight
-                self.states[config.name] = sparse.new_state(*weight.shape, device=weight.device)
+            self._engines.append(engine)
+            self._names.append(names)
         self._collections = [m for _, m, _ in named_collections(self.model)]
+        self._plan_groups(plan)
+
+    def _plan_groups(self, plan: Plan | None) -> None:
+        """A view, which is a copy of all tables, for every group that steps apart."""
+        self.sync_settings = Sync() if plan is None else plan.sync
+        self._groups: dict[str, Groups] = {}
+        self._everywhere: dict[str, Tensor] = {}  # rows that every rank holds
+        for table in () if plan is None else plan.tables:
+            if plan.groups(table).count > 1:  # type: ignore[union-attr]
+                self._groups[table.name] = plan.groups(table)  # type: ignore[union-attr]
+                where = f"table {table.name!r}"
+                ids = [hot_ids(r, where=where) for t, r in table.hot if t.copies is Copies.WORLD]
+                hot = np.unique(np.concatenate([np.empty(0, dtype=np.int64), *ids]))
+                self._everywhere[table.name] = torch.from_numpy(hot)
+        self._rules = Rules(self.rule, has_groups=bool(self._groups))
+        finest = min(self._groups.values(), key=lambda g: g.size, default=None)
+        self._views = finest if self.sync_settings.mode != "gradients" else None
+        count = 1 if self._views is None else self._views.count
+        names = [name for names in self._names for name in names]
+        self._stacks = [[e.current_stacks() for e in self._engines]]
+        self._stacks += [[e.copy_stacks() for e in self._engines] for _ in range(count - 1)]
+        self._weights: list[dict[str, Tensor]] = []
+        self._states: list[dict[str, dict[str, Tensor]]] = []
+        for view in range(count):
+            self._use(view)
+            weights = {name: self.weight(name) for name in names}
+            self._weights.append(weights)
+            self._states.append(
+                {n: self.rule.new_state(*w.shape, device=w.device) for n, w in weights.items()}
+            )
+        self._use(0)
+
+    @property
+    def states(self) -> dict[str, dict[str, Tensor]]:
+        """The optimiser state of every table (of the first group, where they are apart)."""
+        return self._states[0]
+
+    def _use(self, view: int) -> None:
+        for engine, stacks in zip(self._engines, self._stacks[view], strict=True):
+            engine.use_stacks(stacks)
 
     def _open_sink(self, names: Sequence[str]) -> Sink:
         part, forward = self._part, self._forwards
         self._forwards += 1
         return lambda table, rows, sums: self._arrived.append(
-            (names[table], part, forward, rows, sums)
+            _Arrival(names[table], part, forward, rows, sums)
         )
 
     def step(
@@ -108,6 +182,8 @@ class Oracle:
         dense: list[list[Tensor | None]] = []
         counts = [sum(_num_samples(part[k]) for part in parts) for k in range(len(parts[0]))]
         for self._part, part in enumerate(parts):
+            if self._views is not None:
+                self._use(self._views.group(self._part))
             self._forwards = 0
             for parameter in self.parameters:
                 parameter.grad = None
@@ -116,6 +192,7 @@ class Oracle:
                 (found.sum() / max(count, 1)).backward()
             losses.append(found.detach())
             dense.append([p.grad for p in self.parameters])
+        self._use(0)
         for parameter, grads in zip(self.parameters, zip(*dense, strict=True), strict=True):
             parameter.grad = _add(parameter, grads, self._span or len(grads))
         self._update(clip, self.rule.lr if lr is None else lr)
@@ -123,34 +200,110 @@ class Oracle:
 
     @torch.no_grad()
     def _update(self, clip: float | None, lr: float) -> None:
-        gradients = {}
-        for name in dict.fromkeys(arrival[0] for arrival in self._arrived):
-            # rank by rank, and within a rank forward by forward
-            mine = sorted((a for a in self._arrived if a[0] == name), key=lambda a: a[1:3])
-            rows = torch.cat([a[3] for a in mine])
-            sizes = torch.tensor([len(a[3]) for a in mine])
-            parts = torch.repeat_interleave(torch.tensor([a[1] for a in mine]), sizes)
-            labels = [parts] if self._span is None else [parts, parts // self._span]
-            gradients[name] = coalesce(rows, torch.cat([a[4] for a in mine]), labels=labels)
+        steps = [
+            s for name in dict.fromkeys(a.table for a in self._arrived) for s in self._of(name)
+        ]
         grads = [p.grad for p in self.parameters if p.grad is not None]
-        grads += [grad for _, grad in gradients.values()]
         if clip is not None:
             squares = sum(float(g.double().square().sum()) for g in grads)
-            for grad in grads:
+            squares += sum(s.weight * float(s.grad.double().square().sum()) for s in steps)
+            for grad in (*grads, *(s.grad for s in steps)):
                 grad.mul_(min(1.0, clip / (squares**0.5 + 1e-6)))
-        for name, (rows, grad) in gradients.items():
-            self.rule.update(self.weight(name), self.states[name], rows, grad, lr)
+        if self.sync_settings.mode == "moments-first" and self.rule.adds_squares:
+            steps = self._add_squares(steps)
+        for s in steps:
+            for view in s.views:
+                weight, state = self._weights[view][s.table], self._states[view][s.table]
+                s.rule.update(weight, state, s.rows, s.grad, lr, squares=s.squares)
         if self.dense is not None:
             self.dense.step()
+        self._num_steps += 1
+        if self._num_steps % self.sync_settings.period == 0:
+            self.sync()
+
+    def _of(self, name: str) -> list[_Step]:
+        """The updates of one table: of rows stepped with the sum of all ranks, and of groups."""
+        mine = [a for a in self._arrived if a.table == name]
+        every, groups = list(range(len(self._weights))), self._groups.get(name)
+        if groups is None:
+            return [_Step(name, every, self._rules.together, *self._sum(mine))]
+        hot = self._everywhere[name]
+        steps = [_Step(name, every, self._rules.together, *self._sum(_among(mine, hot, True)))]
+        mine = _among(mine, hot, False)
+        if self._views is None:
+            return [*steps, _Step(name, every, self._rules.together, *self._sum(mine, groups))]
+        for group in range(groups.count):
+            rows, grad = self._sum([a for a in mine if groups.group(a.part) == group])
+            views = [v for v in every if groups.group(self._views.members(v)[0]) == group]
+            rule = self._rules.apart(groups.count)
+            steps.append(_Step(name, views, rule, rows, grad * groups.count, 1.0 / groups.count))
+        return steps
+
+    def _sum(
+        self, arrivals: Sequence[_Arrival], groups: Groups | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Rank by rank, within a rank forward by forward; then spans; then groups."""
+        of = [0 if groups is None else groups.group(a.part) for a in arrivals]
+        order = sorted(range(len(of)), key=lambda i: (of[i], arrivals[i].part, arrivals[i].forward))
+        mine = [arrivals[i] for i in order]
+        sizes = torch.tensor([len(a.rows) for a in mine])
+        parts = torch.repeat_interleave(torch.tensor([a.part for a in mine]), sizes)
+        group = torch.repeat_interleave(torch.tensor([of[i] for i in order]), sizes)
+        labels = [parts]
+        if self._span is not None:
+            labels.append(group * (1 << 32) + parts // self._span)
+        labels += [] if groups is None else [group]
+        rows = torch.cat([a.rows for a in mine])
+        return coalesce(rows, torch.cat([a.sums for a in mine]), labels=labels)
+
+    def _add_squares(self, steps: Sequence[_Step]) -> list[_Step]:
+        """Steps of groups on the rows of all of them, with their squares summed over groups."""
+        found = [s for s in steps if s.weight == 1.0]
+        for name in dict.fromkeys(s.table for s in steps if s.weight < 1.0):
+            mine = [s for s in steps if s.table == name and s.weight < 1.0]
+            squares = [mean_squares(s.grad).unsqueeze(1) for s in mine]
+            rows, total = coalesce(torch.cat([s.rows for s in mine]), torch.cat(squares))
+            moment = total.squeeze(1) / len(mine) ** 2
+            for s in mine:
+                grad = s.grad.new_zeros((len(rows), s.grad.shape[1]))
+                grad[torch.searchsorted(rows, s.rows)] = s.grad
+                rule = self._rules.together
+                found.append(_Step(name, s.views, rule, rows, grad, s.weight, moment))
+        return found
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Make the copies of all groups their mean, weights and optimiser state."""
+        for name in self._groups if self._views is not None else ():
+            groups, views = self._groups[name], self._views
+            assert views is not None
+            places = [views.group(groups.members(m)[0]) for m in range(groups.count)]
+            tensors = [{"": w[name], **s[name]} for w, s in zip(*self._copies(), strict=True)]
+            for key in tensors[0]:
+                mean = mean_of_groups([tensors[view][key] for view in places])
+                for view in tensors:
+                    view[key].copy_(mean)
+
+    def _copies(self) -> tuple[list[dict[str, Tensor]], list[dict[str, dict[str, Tensor]]]]:
+        return self._weights, self._states
 
     def weight(self, name: str) -> Tensor:
-        """The table ``name``."""
+        """The table ``name`` (of the first group, where they are apart)."""
         for module in self._collections:
             if name in module.table_modules():
                 weight = module.table_modules()[name].weight.detach()
                 assert isinstance(weight, Tensor)
                 return weight
         raise KeyError(name)
+
+
+def _among(arrivals: Sequence[_Arrival], rows: Tensor, is_among: bool) -> list[_Arrival]:
+    """Of each arrival, only what is of ``rows``, or only what is not."""
+    found = []
+    for a in arrivals:
+        keep = torch.isin(a.rows, rows.to(a.rows.device)) == is_among
+        found.append(replace(a, rows=a.rows[keep], sums=a.sums[keep]))
+    return found
 
 
 def _num_samples(batch: Any) -> int:
