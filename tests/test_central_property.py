@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import rowmesh as rm
 from rowmesh.placement.rules import EDGES
 from rowmesh.runtime.verify import E1_TOLERANCE
-from tests.cases import RULES, Case, Run, cases, oracle_case, train_case
+from tests.cases import RULES, Case, Run, cases, grouped, oracle_case, train_case
 from tests.ranks import run_on_ranks
 
 FAILING = Path("failing-plans")
@@ -59,6 +59,9 @@ def differences(case: Case, runs: list[Run], *, tolerance: float) -> list[str]:
         ):
             if not torch.equal(ours, theirs):
                 found.append(f"host copies {i} of rank {rank} and rank {peer}")
+        for i, (first, ours) in enumerate(run.homes):
+            if not torch.equal(ours, runs[first].homes[i][1]):
+                found.append(f"home {i} of rank {rank} and its replica {first}")
     return found
 
 
@@ -69,7 +72,7 @@ def check(case: Case, *, tolerance: float) -> None:
         FAILING.mkdir(exist_ok=True)
         (FAILING / "last.json").write_text(json.dumps(asdict(case), default=str))
     assert not wrong
-    if case.accumulate == 1:
+    if case.accumulate == 1 and not case.plan().has_replicas:
         for step, ids in enumerate(case.ids):
             features = [case.batch(step, rank)["features"] for rank in range(len(ids))]
             paths = {t.collection for t in case.plan().tables}
@@ -109,6 +112,16 @@ def test_row_split_pooled_plans_equal_the_oracle_within_tolerance(
     case = data.draw(cases(world=world, exact=False))
     assert case.plan().exactness == "E1"
     check(case, tolerance=E1_TOLERANCE)
+
+
+@pytest.mark.parametrize("mode", ["gradients", "weights", "moments-first"])
+@pytest.mark.parametrize("world", [2, 3, 4])
+@settings(SUITE, max_examples=12)
+@given(data=st.data())
+def test_shard_groups_equal_their_oracle_bitwise(
+    world: int, mode: str, data: st.DataObject
+) -> None:
+    check(data.draw(grouped(world=world, mode=mode)), tolerance=0.0)
 
 
 @pytest.mark.nightly
