@@ -310,10 +310,12 @@ def train_case(mesh: Mesh, case: Case) -> Run:
             mesh.mean(found).backward()
         optimizer.step()
         optimizer.zero_grad()
+        for engine in sharded_engines(model):
+            engine.replicas.finish()
+        losses.append(found.detach())
+        ledgers.append(mesh.ledger.by_edge())
         if case.later and start == 0:
             change_tiers(model, case.plan_at(1), optimizer=optimizer)
-        losses.append(found.detach())
-        ledgers.append({e: n for e, n in mesh.ledger.by_edge().items() if e != "tier move"})
     stacks = [s for e in sharded_engines(model) for s in e.stacks]
     copies = [s.copies for s in stacks] + [v for s in stacks for v in s.copies_state.values()]
     return Run(

@@ -9,22 +9,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rowmesh.cost.pieces import (
     Piece,
     Traffic,
+    cold_ids_of,
     copies_of,
     host_copies_of,
     ids_of,
     is_copied,
     pieces_of,
 )
+from rowmesh.cost.replicas import add_replica_sync
 from rowmesh.cost.sums import add_host_rows, add_host_sums, add_sparse_sums
 from rowmesh.errors import InputError
 from rowmesh.features import KeyedJaggedTensor
-from rowmesh.placement import Copies, Exchange, Plan, TablePlan, hot_ids
+from rowmesh.placement import Copies, Exchange, Plan, TablePlan
 from rowmesh.placement.columns import num_blocks
+from rowmesh.placement.memory import RuleState, rule_state
 from rowmesh.topology import Topology
 
 __all__ = ["predict"]
@@ -33,30 +35,47 @@ Batches = Sequence[KeyedJaggedTensor | Mapping[str, KeyedJaggedTensor]]
 
 
 def predict(
-    plan: Plan, batches: Batches, *, adds_squares: bool = True
+    plan: Plan,
+    batches: Batches,
+    *,
+    sparse: str = "rowwise_adagrad",
+    earlier: Sequence[Batches] = (),
 ) -> list[dict[str, dict[str, int]]]:
     """Bytes every rank sends in one training step: ``[rank][edge][link]``.
 
     Args:
         plan: A validated plan.
         batches: Per rank, the features of the model's collection, or of each by its path.
-        adds_squares: Whether the update rule does, as row-wise AdaGrad; else columns that are
-            split tell each other nothing.
+        sparse: Update rule of the tables: a name of `RULE_STATES`.
+        earlier: Batches of the steps since weights of replicas were last synced, where the plan
+            syncs them: they are with this step if it is the period-th.
 
     Returns:
         The same numbers as each rank's ledger shows after the step, edges of zero left out.
+
+    Raises:
+        InputError: If batches of a rank are missing, the rule is unknown, or a sync is overdue.
     """
-    world = plan.mesh.hosts * plan.mesh.local
-    if len(batches) != world:
-        raise InputError(f"the plan has {world} ranks, but {len(batches)} batches were given")
+    world, state = plan.mesh.hosts * plan.mesh.local, rule_state(sparse)
+    for step in (batches, *earlier):
+        if len(step) != world:
+            raise InputError(f"the plan has {world} ranks, but {len(step)} batches were given")
+    if plan.has_replicas and len(earlier) >= plan.sync.period:
+        raise InputError(
+            f"{len(earlier)} earlier steps were given, but replicas sync every "
+            f"{plan.sync.period}: give those since the last sync"
+        )
     traffic: Traffic = Counter()
     for path in dict.fromkeys(t.collection for t in plan.tables):
         tables = [t for t in plan.tables if t.collection == path]
-        mine = [b if isinstance(b, KeyedJaggedTensor) else b[path] for b in batches]
-        _collection(traffic, plan, tables, mine)
-        for table in tables if adds_squares else ():
+        steps = [
+            [b if isinstance(b, KeyedJaggedTensor) else b[path] for b in step]
+            for step in (*earlier, batches)
+        ]
+        _collection(traffic, plan, tables, steps, state)
+        for table in tables if state.adds_squares else ():
             if table.trainable and table.rest.split.columns > 1:
-                _column_squares(traffic, table, mine)
+                _column_squares(traffic, plan, table, steps[-1])
     if world > 1:
         _buckets(traffic, plan, world)
     return _by_rank(plan, traffic)
@@ -77,36 +96,63 @@ def _collection(
     traffic: Traffic,
     plan: Plan,
     tables: Sequence[TablePlan],
-    batches: Sequence[KeyedJaggedTensor],
+    steps: Sequence[Sequence[KeyedJaggedTensor]],
+    state: RuleState,
 ) -> None:
-    ranks, topology = range(len(batches)), plan.mesh.topology
+    batches, topology = steps[-1], plan.mesh.topology
     apart = any(tier.copies is Copies.HOST for table in tables for tier in table.tiers)
-    pieces = [replace(piece, apart=apart) for table in tables for piece in pieces_of(table)]
+    pieces = [
+        replace(piece, apart=apart)
+        for table in tables
+        for piece in pieces_of(table, plan.groups(table))
+    ]
     stacks = {piece.stack: [p for p in pieces if p.stack == piece.stack] for piece in pieces}
     wide = any(_most_slots(members, topology) >= 1 << 31 for members in stacks.values())
-    id_bytes = 8 if wide else 4
-    _to_all(traffic, "status", ranks, 8)
-    _to_all(traffic, "counts", ranks, 8 * (1 + 4 * len(stacks)))
-    for piece in pieces:
-        for rank in () if is_copied(piece.table) else ranks:
-            if piece.table.is_relayed:
-                _relayed_piece(traffic, piece, batches[rank], rank, id_bytes, topology.local)
-            else:
-                _home_piece(traffic, piece, batches[rank], rank, id_bytes)
+    id_bytes, everyone = (8 if wide else 4), range(topology.world)
+    _to_all(traffic, "status", everyone, 8)
+    _to_all(traffic, "counts", everyone, 8 * (1 + 4 * len(stacks)))
     for members in stacks.values():
-        if members[0].table.is_relayed:
-            for host in {topology.host(rank) for piece in members for rank in piece.ranks}:
-                beside = [r for r in ranks if topology.host(r) == host]
-                _to_all(traffic, "counts", beside, 8 * topology.hosts)
-        per_host = [c for piece in members for c in host_copies_of(piece)]
-        for copy in per_host:
-            add_host_rows(traffic, copy, batches, id_bytes, topology)
-        if per_host and members[0].table.trainable:
-            add_host_sums(traffic, per_host, batches, id_bytes, topology)
+        groups, is_trained = members[0].groups, members[0].table.trainable
+        for ranks in map(groups.members, range(groups.count)):
+            inside: Traffic = Counter()
+            mine = [batches[rank] for rank in ranks]
+            _group(inside, members, mine, id_bytes, groups.shape(topology))
+            for (edge, source, target), num_bytes in inside.items():
+                traffic[edge, ranks[source], ranks[target]] += num_bytes
         copies = [c for piece in members for c in copies_of(piece) if c.sums == "sparse"]
-        if copies and members[0].table.trainable:
+        if copies and is_trained:
             add_sparse_sums(traffic, copies, batches, id_bytes)
-            _to_all(traffic, "counts", ranks, 8)
+            _to_all(traffic, "counts", everyone, 8)
+    trained = [members for members in stacks.values() if members[0].table.trainable]
+    add_replica_sync(
+        traffic, trained, steps, topology=topology, sync=plan.sync, state=state, id_bytes=id_bytes
+    )
+
+
+def _group(
+    traffic: Traffic,
+    members: Sequence[Piece],
+    batches: Sequence[KeyedJaggedTensor],
+    id_bytes: int,
+    shape: Topology,
+) -> None:
+    """What pieces of one stack send inside one shard group of ``shape``, from place to place."""
+    table = members[0].table
+    for piece in members:
+        for place, batch in enumerate(() if is_copied(piece.table) else batches):
+            if table.is_relayed:
+                _relayed_piece(traffic, piece, batch, place, id_bytes, shape.local)
+            else:
+                _home_piece(traffic, piece, batch, place, id_bytes)
+    if table.is_relayed:
+        for host in {shape.host(place) for piece in members for place in piece.ranks}:
+            beside = [place for place in range(shape.world) if shape.host(place) == host]
+            _to_all(traffic, "counts", beside, 8 * shape.hosts)
+    per_host = [c for piece in members for c in host_copies_of(piece)]
+    for copy in per_host:
+        add_host_rows(traffic, copy, batches, id_bytes, shape)
+    if per_host and table.trainable:
+        add_host_sums(traffic, per_host, batches, id_bytes, shape)
 
 
 def _to_all(traffic: Traffic, edge: str, ranks: Sequence[int], num_bytes: int) -> None:
@@ -117,6 +163,7 @@ def _to_all(traffic: Traffic, edge: str, ranks: Sequence[int], num_bytes: int) -
 
 def _most_slots(pieces: Sequence[Piece], topology: Topology) -> int:
     """Slots that one rank can be asked for: its own, or as a relay those of its host."""
+    topology = pieces[0].groups.shape(topology)
     slots = [0] * topology.world
     for piece in pieces:
         if not is_copied(piece.table):
@@ -131,23 +178,12 @@ def _most_slots(pieces: Sequence[Piece], topology: Topology) -> int:
     return max(sum(slots[r : r + size]) for r in range(0, len(slots), size))
 
 
-def _cold_ids(
-    table: TablePlan, batch: KeyedJaggedTensor
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """`ids_of` without those of hot rows."""
-    ids, bags = ids_of(table, batch)
-    for _, rows in table.hot:
-        cold = ~np.isin(ids, hot_ids(rows, where=f"table {table.name!r}"))
-        ids, bags = ids[cold], bags[cold]
-    return ids, bags
-
-
 def _home_piece(
     traffic: Traffic, piece: Piece, batch: KeyedJaggedTensor, rank: int, id_bytes: int
 ) -> None:
     """Ids out, vectors back, gradients out, between ``rank`` and the owners of one piece."""
     table = piece.table
-    ids, bags = _cold_ids(table, batch)
+    ids, bags = cold_ids_of(table, batch)
     pooled = table.exchange is Exchange.POOLED
     if not pooled and table.dedup:
         ids = np.unique(ids)
@@ -195,28 +231,36 @@ def _relayed_piece(
 
 
 def _column_squares(
-    traffic: Traffic, table: TablePlan, batches: Sequence[KeyedJaggedTensor]
+    traffic: Traffic, plan: Plan, table: TablePlan, batches: Sequence[KeyedJaggedTensor]
 ) -> None:
-    """One float a column block, of every touched row, to the owners of its other columns."""
-    touched = np.unique(np.concatenate([_cold_ids(table, batch)[0] for batch in batches]))
-    owners, pieces = table.homes().owners(touched), pieces_of(table)
+    """One float a column block, of every row that is stepped, to the owners of its other columns.
+
+    A group steps the rows that its ranks touched, or, if gradients are synced, that any rank did.
+    """
+    groups = plan.groups(table)
+    pieces = pieces_of(table, groups)
     block = table.embedding_dim // num_blocks(table.embedding_dim)
-    for index in range(table.homes().num_owners):
-        num_rows = int((owners == index).sum())
-        for mine in pieces:
-            for theirs in pieces:
-                edge = ("column squares", mine.ranks[index], theirs.ranks[index])
-                traffic[edge] += num_rows * 4 * (mine.width // block)
+    for ranks in map(groups.members, range(groups.count)):
+        chosen = batches if plan.sync.mode == "gradients" else [batches[rank] for rank in ranks]
+        touched = np.unique(np.concatenate([cold_ids_of(table, batch)[0] for batch in chosen]))
+        owners = table.homes().owners(touched)
+        for index in range(table.homes().num_owners):
+            num_rows = int((owners == index).sum())
+            for mine in pieces:
+                for theirs in pieces:
+                    source, target = ranks[mine.ranks[index]], ranks[theirs.ranks[index]]
+                    num_bytes = num_rows * 4 * (mine.width // block)
+                    traffic["column squares", source, target] += num_bytes
 
 
 def _buckets(traffic: Traffic, plan: Plan, world: int) -> None:
     """Dense gradients, and of copies with dense sums a line of gradient and flag a row."""
     lines = {"dense": 0, "bucket": 0}
     for table in plan.tables:
-        for piece in pieces_of(table) if table.trainable else ():
+        for piece in pieces_of(table, plan.groups(table)) if table.trainable else ():
             for copy in copies_of(piece):
                 if copy.sums in lines:
-                    lines[copy.sums] += sum(copy.sizes()) * (piece.width + 1)
+                    lines[copy.sums] += copy.count * (piece.width + 1)
     elements = list(plan.dense)
     if elements:
         elements[-1] += lines.pop("bucket")

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from rowmesh.features import KeyedJaggedTensor
 from rowmesh.placement import Copies, Exchange, TablePlan, Tier, hot_ids
+from rowmesh.placement.groups import Groups
 from rowmesh.placement.hot import holders
 from rowmesh.topology import Topology
 
@@ -16,11 +17,13 @@ __all__ = [
     "HostCopy",
     "Piece",
     "Traffic",
+    "cold_ids_of",
     "copies_of",
     "host_copies_of",
     "ids_of",
     "is_copied",
     "pieces_of",
+    "set_words",
 ]
 
 Traffic = Counter[tuple[str, int, int]]  # (edge, source, target) -> bytes
@@ -28,9 +31,13 @@ Traffic = Counter[tuple[str, int, int]]  # (edge, source, target) -> bytes
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Columns of a table and the ranks that hold them; equal in `stack`, they travel together."""
+    """Columns of a table and who holds them; equal in `stack`, they travel together.
+
+    ``ranks`` are places in a shard group, which are ranks where there is one group.
+    """
 
     table: TablePlan
+    groups: Groups
     width: int
     ranks: tuple[int, ...]
     apart: bool = False  # bags that owners pool have stacks of their own
@@ -41,7 +48,7 @@ class Piece:
         pooled = table.exchange is Exchange.POOLED and not is_copied(table)
         widened = table.data_type != "fp32" and pooled
         form = (table.data_type, table.trainable, widened, table.is_relayed, self.apart and pooled)
-        return self.width, table.embedding_dim, *form
+        return self.groups.size, self.width, table.embedding_dim, *form
 
     @property
     def row_bytes(self) -> int:
@@ -52,11 +59,11 @@ def is_copied(table: TablePlan) -> bool:
     return table.rest.copies is Copies.WORLD
 
 
-def pieces_of(table: TablePlan) -> list[Piece]:
-    columns, ranks = table.columns(), table.rest.ranks
-    n = len(ranks) // len(columns)
+def pieces_of(table: TablePlan, groups: Groups) -> list[Piece]:
+    columns, places = table.columns(), tuple(map(groups.place, table.rest.ranks))
+    n = len(places) // len(columns)
     return [
-        Piece(table, last - first, ranks[c * n : (c + 1) * n])
+        Piece(table, groups, last - first, places[c * n : (c + 1) * n])
         for c, (first, last) in enumerate(columns)
     ]
 
@@ -75,6 +82,22 @@ def ids_of(
     return np.concatenate(ids), np.concatenate(bags)
 
 
+def cold_ids_of(
+    table: TablePlan, batch: KeyedJaggedTensor
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """`ids_of` without those of hot rows."""
+    ids, bags = ids_of(table, batch)
+    for _, rows in table.hot:
+        cold = ~np.isin(ids, hot_ids(rows, where=f"table {table.name!r}"))
+        ids, bags = ids[cold], bags[cold]
+    return ids, bags
+
+
+def set_words(count: int, size: int) -> int:
+    """Which of ``size`` rows: nothing if all, else a list or a bitmap."""
+    return 0 if count == size else min(count, -(-size // 32))
+
+
 @dataclass(frozen=True, slots=True)
 class Copy:
     """Rows of a piece that every rank holds: all of them, or a hot set."""
@@ -87,15 +110,36 @@ class Copy:
         ids = np.unique(ids_of(self.piece.table, batch)[0])
         return ids if self.rows is None else np.intersect1d(ids, self.rows)
 
-    def sizes(self) -> list[int]:
-        """Rows that each of the piece's ranks adds up."""
-        homes = self.piece.table.homes()
-        if self.rows is None:
-            return [homes.num_slots(i) for i in range(homes.num_owners)]
-        counts: list[int] = np.bincount(
-            homes.owners(self.rows), minlength=homes.num_owners
-        ).tolist()
-        return counts
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self.piece.table.num_embeddings if self.rows is None else len(self.rows)
+
+    def adders(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The rank that adds up each of ``rows``.
+
+        The j-th hot row of an owner, by id, is added up at its place in group j mod M.
+        """
+        owners = self.piece.table.homes().owners(rows)
+        groups, places = self.piece.groups, np.asarray(self.piece.ranks)
+        if groups.count == 1 or self.rows is None:
+            return np.asarray(places[owners])
+        of_all, group = self.piece.table.homes().owners(self.rows), np.zeros(self.count, np.int64)
+        for owner in range(len(places)):
+            mine = np.flatnonzero(of_all == owner)
+            group[mine] = np.arange(len(mine)) % groups.count
+        chosen = group[np.searchsorted(self.rows, rows)]
+        ranks = np.array([groups.members(m) for m in range(groups.count)])
+        return np.asarray(ranks[chosen, places[owners]])
+
+    def sizes(self) -> NDArray[np.int64]:
+        """Rows that each rank of the world adds up."""
+        world, homes = self.piece.groups.world, self.piece.table.homes()
+        if self.rows is not None:
+            return np.bincount(self.adders(self.rows), minlength=world)
+        found = np.zeros(world, dtype=np.int64)
+        found[list(self.piece.ranks)] = [homes.num_slots(i) for i in range(homes.num_owners)]
+        return found
 
 
 def copies_of(piece: Piece) -> list[Copy]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rowmesh.cost.pieces import Copy, HostCopy, Traffic
+from rowmesh.cost.pieces import Copy, HostCopy, Traffic, set_words
 from rowmesh.features import KeyedJaggedTensor
 from rowmesh.topology import Topology
 
@@ -20,22 +20,20 @@ def add_sparse_sums(
 ) -> None:
     """Gradients of touched rows to their sum owner; sums of rows any rank touched to all."""
     world, row = len(batches), 4 * copies[0].piece.width
-    touched = [[copy.touched(batch) for batch in batches] for copy in copies]
-    for target in range(world):
-        size, union = 0, 0
-        from_source = [0] * world
-        for copy, rows in zip(copies, touched, strict=True):
-            if target not in copy.piece.ranks:
-                continue
-            homes, index = copy.piece.table.homes(), copy.piece.ranks.index(target)
-            size += copy.sizes()[index]
-            mine = [r[homes.owners(r) == index] for r in rows]
-            union += len(np.unique(np.concatenate(mine)))
-            from_source = [n + len(m) for n, m in zip(from_source, mine, strict=True)]
-        for source, count in enumerate(from_source):
-            traffic["ids", source, target] += _set_words(count, size) * id_bytes
+    sizes = sum((copy.sizes() for copy in copies), np.zeros(world, dtype=np.int64))
+    counts = np.zeros((world, world), dtype=np.int64)  # [source, target]
+    unions = np.zeros(world, dtype=np.int64)
+    for copy in copies:
+        touched = [copy.touched(batch) for batch in batches]
+        for source, rows in enumerate(touched):
+            counts[source] += np.bincount(copy.adders(rows), minlength=world)
+        anyone = np.unique(np.concatenate(touched))
+        unions += np.bincount(copy.adders(anyone), minlength=world)
+    for target, (size, union) in enumerate(zip(sizes.tolist(), unions.tolist(), strict=True)):
+        for source, count in enumerate(counts[:, target].tolist()):
+            traffic["ids", source, target] += set_words(count, size) * id_bytes
             traffic["hot gradients", source, target] += count * row
-            sums = _set_words(union, size) * id_bytes + union * row
+            sums = set_words(union, size) * id_bytes + union * row
             traffic["hot gradients", target, source] += sums
 
 
@@ -90,13 +88,8 @@ def add_host_sums(
             for host in range(hosts):
                 source = host * local + place
                 touched = count([parts[host] for parts in of_host], place, home)
-                sent = _set_words(touched, size) * id_bytes + touched * row
+                sent = set_words(touched, size) * id_bytes + touched * row
                 traffic["hot gradients", source, target] += sent
-                told = _set_words(union, size) * id_bytes + union * row
+                told = set_words(union, size) * id_bytes + union * row
                 traffic["hot gradients", target, source] += told
                 traffic["counts", source, target] += 16
-
-
-def _set_words(count: int, size: int) -> int:
-    """Which of ``size`` rows: nothing if all, else a list or a bitmap."""
-    return 0 if count == size else min(count, -(-size // 32))

@@ -7,6 +7,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from rowmesh.errors import InputError, did_you_mean
 from rowmesh.placement.columns import column_bounds
 from rowmesh.placement.homes import count_slots
 from rowmesh.placement.hot import holders
@@ -19,6 +20,7 @@ __all__ = [
     "bytes_per_rank",
     "hot_bytes",
     "hot_row_bytes",
+    "rule_state",
     "tier_bytes",
 ]
 
@@ -41,10 +43,22 @@ class RuleState:
 
 RULE_STATES: Final[dict[str, RuleState]] = {
     "rowwise_adagrad": RuleState(),
+    "momentum_scaled_rowwise_adagrad": RuleState(),
     "adagrad": RuleState(row_bytes=0, element_bytes=4, adds_squares=False),
     "adam": RuleState(row_bytes=4, element_bytes=8, adds_squares=False),
     "sgd": RuleState(row_bytes=0, adds_squares=False),
 }
+
+
+def rule_state(name: str) -> RuleState:
+    """The state of the update rule of this name.
+
+    Raises:
+        InputError: If there is none.
+    """
+    if name not in RULE_STATES:
+        raise InputError(f"unknown update rule {name!r}{did_you_mean(name, RULE_STATES)}")
+    return RULE_STATES[name]
 
 
 def bytes_per_rank(
