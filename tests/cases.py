@@ -226,7 +226,10 @@ class Model(nn.Module):
 
     def __init__(self, case: Case) -> None:
         super().__init__()
-        self.skips_first = case.skips_first
+        # Without another trained table in its collection, no backward would reach it.
+        self.skips_first = [
+            case.skips_first and any(t.trainable for t in c.tables[1:]) for c in case.collections
+        ]
         self.collections = nn.ModuleList()
         width = 3
         for c, collection in enumerate(case.collections):
@@ -251,11 +254,11 @@ class Model(nn.Module):
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
         parts = [batch["dense"]]
-        for collection in self.collections:
+        for skips_first, collection in zip(self.skips_first, self.collections, strict=True):
             found = collection(batch["features"])
             if isinstance(found, dict):
                 parts += [_over_sequence(jagged) for jagged in found.values()]
-                if self.skips_first and len(found) > 1:  # an output that the loss does not use
+                if skips_first:  # an output that the loss does not use
                     parts[-len(found)] = parts[-len(found)].detach()
             else:
                 parts.append(found.values())

@@ -492,7 +492,7 @@ def test_plans_for_another_model_or_mesh_and_those_not_run_yet_say_so() -> None:
         "PlanError: table 'c0_t0': its rows is 12 in the model, 13 in the plan",
         "PlanError: the plan's dense buckets hold 5 elements",
         "PlanError: table 'c0_t1': the plan came without its hot rows: read it with rm.load_plan",
-        "NotExecutable: the plan is valid, but this version does not run shard groups of 1 of 2",
+        "NotExecutable: the plan is valid, but this version does not run towers",
     ]
     assert len(found) == len(sentences)
     for message, start_of in zip(found, sentences, strict=True):

@@ -9,13 +9,21 @@ import torch
 from torch import nn
 
 from rowmesh.errors import InputError, did_you_mean
-from rowmesh.optim import SGD, Adagrad, Adam, RowwiseAdagrad, UpdateRule
+from rowmesh.optim import (
+    SGD,
+    Adagrad,
+    Adam,
+    MomentumScaledRowwiseAdagrad,
+    RowwiseAdagrad,
+    UpdateRule,
+)
 from rowmesh.runtime.optimizer import Optimizer
 
 __all__ = ["OptimiserConfig", "make_optimizer", "set_learning_rates"]
 
 _SPARSE: Final[dict[str, Callable[..., UpdateRule]]] = {
     "rowwise_adagrad": RowwiseAdagrad,
+    "momentum_scaled_rowwise_adagrad": MomentumScaledRowwiseAdagrad,
     "adagrad": Adagrad,
     "adam": Adam,
     "sgd": SGD,
@@ -32,10 +40,12 @@ class OptimiserConfig:
     """How tables and layers learn.
 
     Args:
-        sparse: Update rule of the tables: rowwise_adagrad, adagrad, adam or sgd.
+        sparse: Update rule of the tables: rowwise_adagrad, momentum_scaled_rowwise_adagrad,
+            adagrad, adam or sgd.
         sparse_lr: Its learning rate before the schedule.
         sparse_eps: Its eps, where it has one; None for the rule's own. A row-wise AdaGrad with a
             large one moves rare rows by lr * gradient / eps, less far than frequent ones.
+        sparse_scale: The c of the momentum-scaled rule; None for the number of shard groups.
         dense, dense_lr: The same for everything else: adagrad, adam or sgd.
         schedule: ``linear`` falls to 0 at the end of the run, ``constant`` does not fall.
         warmup_steps: Steps in which the learning rate rises to the schedule.
@@ -47,6 +57,7 @@ class OptimiserConfig:
     sparse: str = "rowwise_adagrad"
     sparse_lr: float = 0.05
     sparse_eps: float | None = None
+    sparse_scale: float | None = None
     dense: str = "adagrad"
     dense_lr: float = 0.05
     schedule: Literal["linear", "constant"] = "linear"
@@ -64,6 +75,16 @@ class OptimiserConfig:
                 raise InputError("optimiser.sparse is sgd, which has no eps: leave out sparse_eps")
             if not 0.0 < self.sparse_eps < float("inf"):
                 raise InputError(f"optimiser.sparse_eps is {self.sparse_eps}, but must be above 0")
+        if self.sparse_scale is not None:
+            if self.sparse != "momentum_scaled_rowwise_adagrad":
+                raise InputError(
+                    f"optimiser.sparse is {self.sparse}, which has no scale: leave out "
+                    f"sparse_scale, or choose momentum_scaled_rowwise_adagrad"
+                )
+            if not 0.0 < self.sparse_scale < float("inf"):
+                raise InputError(
+                    f"optimiser.sparse_scale is {self.sparse_scale}, but must be above 0"
+                )
         if self.warmup_steps < 0:
             raise InputError(f"optimiser.warmup_steps is {self.warmup_steps}, but must be from 0")
 
@@ -84,8 +105,9 @@ class OptimiserConfig:
     @property
     def rule(self) -> UpdateRule:
         """The update rule of the tables."""
-        eps = {} if self.sparse_eps is None else {"eps": self.sparse_eps}
-        return _SPARSE[self.sparse](lr=self.sparse_lr, **eps)
+        given = {"eps": self.sparse_eps, "scale": self.sparse_scale}
+        given = {name: value for name, value in given.items() if value is not None}
+        return _SPARSE[self.sparse](lr=self.sparse_lr, **given)
 
 
 def make_optimizer(config: OptimiserConfig, model: nn.Module) -> Optimizer:

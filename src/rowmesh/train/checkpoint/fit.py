@@ -13,6 +13,7 @@ from rowmesh.train.checkpoint.state import check_optimizer
 
 __all__ = ["check_fit", "describe_tables"]
 
+_ONE_MOMENT = {"RowwiseAdagrad", "MomentumScaledRowwiseAdagrad"}
 _WORDS = {"rows": "rows", "dim": "columns", "dtype": "data type"}
 
 
@@ -41,7 +42,8 @@ def check_fit(
 ) -> None:
     """Refuse a checkpoint of another model, update rule or dense optimiser.
 
-    The number of virtual shards may differ.
+    The number of virtual shards may differ, and so may the scale of row-wise AdaGrad: its moments
+    are stored divided by it.
 
     Args:
         document: From metadata.json.
@@ -56,7 +58,7 @@ def check_fit(
         if document["rule"] is None:
             raise InputError("the checkpoint was saved without an optimiser: load optimizer=None")
         rule = type(optimizer._rule).__name__
-        if document["rule"] != rule:
+        if document["rule"] != rule and not {document["rule"], rule} <= _ONE_MOMENT:
             raise InputError(
                 f"the checkpoint's update rule is {document['rule']}, the optimiser's is {rule}"
             )
