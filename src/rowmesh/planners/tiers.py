@@ -25,7 +25,7 @@ from rowmesh.cost import (
     plan_time,
     step_time,
 )
-from rowmesh.cost.expected import sum_elements
+from rowmesh.cost.buckets import sum_elements
 from rowmesh.cost.load import no_load
 from rowmesh.errors import InputError, PlanError
 from rowmesh.placement import (
