@@ -123,6 +123,8 @@ def lay_groups(
     parts: Sequence[Part], ranks: Sequence[int], *, groups: Groups, topology: Topology
 ) -> Load:
     """`lay` in every shard group; ``ranks`` are of the first, the parts of its shape."""
+    if groups.count == 1:
+        return lay(parts, ranks, topology=topology)
     places = np.array([groups.place(rank) for rank in ranks])
     inside = lay(parts, places.tolist(), topology=groups.shape(topology))
     total = spread(inside, groups)

@@ -35,6 +35,7 @@ def expect_table_sync(
     sync: Sync,
     state: RuleState = _ROWWISE,
     rates: Rates = _RATES,
+    num_hot: int = 0,
 ) -> Load:
     """What replicas of one table add to every rank's bytes and work, mean over steps.
 
@@ -48,12 +49,13 @@ def expect_table_sync(
     by k, the bytes of weights, with mode ``weights`` of state too.
 
     Work: a lookup for each row sent, an update for each that is added up, and for each sum that
-    comes back an update of ``gradients``, else a lookup.
+    comes back an update of ``gradients``, else a lookup. ``num_hot`` rows more may be hot on every
+    rank than the plan of the table says; the accesses are then of the others.
     """
     if groups.count == 1 or not table.trainable:
         return no_load(topology.world)
     inside, rounds = np.zeros((LINES, groups.size)), 0.0
-    use = _Use.of(table, accesses, groups, topology)
+    use = _Use.of(table, accesses, groups, topology, num_hot)
     for piece, (first, last) in enumerate(table.columns()):
         cost, rounds = rates.row_cost(last - first), 0.0
         for flow in _flows(table, cost, sync, state, rates):
@@ -122,8 +124,10 @@ class _Use:
     copies: list[tuple[Accesses, int, Floats]]
 
     @staticmethod
-    def of(table: TablePlan, accesses: Accesses, groups: Groups, topology: Topology) -> "_Use":
-        local, copies, num_hot = topology.local, [], 0
+    def of(
+        table: TablePlan, accesses: Accesses, groups: Groups, topology: Topology, num_hot: int
+    ) -> "_Use":
+        local, copies = topology.local, []
         for tier, rows in table.hot:
             hot, accesses = accesses.part(hot_ids(rows, where=f"table {table.name!r}"))
             num_hot += rows.count
