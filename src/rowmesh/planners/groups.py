@@ -16,20 +16,29 @@ from rowmesh.cost import (
     step_time,
 )
 from rowmesh.errors import InputError, PlanError, did_you_mean
-from rowmesh.placement import MeshShape, Plan, Sync
-from rowmesh.placement.memory import bytes_per_rank
+from rowmesh.placement import MeshShape, Plan, Sync, Tier
+from rowmesh.placement.memory import bytes_per_rank, tier_bytes
 from rowmesh.placement.why import GroupCandidate, GroupsChoice
 from rowmesh.planners.grouping import Grouped, plan_in_groups
 from rowmesh.planners.order import state_bytes
 from rowmesh.planners.placing import Problem
 from rowmesh.topology import Topology
 
-__all__ = ["LAYOUTS", "choose_groups", "evaluate", "list_meshes", "parse_groups", "parse_sync"]
+__all__ = [
+    "LAYOUTS",
+    "choose_groups",
+    "evaluate",
+    "list_meshes",
+    "parse_groups",
+    "parse_layout",
+    "parse_sync",
+]
 
 LAYOUTS: Final = ("contiguous", "strided")
 _MODES: Final = ("gradients", "weights", "moments-first")
 _FORMS: Final = ("sparse", "dense")
-_MOST_PLACED = 2000  # tables x candidates; with more only some sizes are tried
+_GIB = float(1 << 30)
+_MOST_PLACED = 1000  # tables x candidates; with more only some sizes are tried
 
 
 def parse_groups(groups: str | int) -> str | int:
@@ -45,6 +54,17 @@ def parse_groups(groups: str | int) -> str | int:
     if isinstance(groups, str) and groups.isdecimal():
         return int(groups)
     raise InputError(f"groups {groups!r}: say off, auto, or the number of ranks in a shard group")
+
+
+def parse_layout(layout: str) -> tuple[str, ...]:
+    """The layouts that ``auto``, ``contiguous`` or ``strided`` allows.
+
+    Raises:
+        InputError: If it is none of them.
+    """
+    if layout not in ("auto", *LAYOUTS):
+        raise InputError(f"unknown layout {layout!r}{did_you_mean(layout, ('auto', *LAYOUTS))}")
+    return LAYOUTS if layout == "auto" else (layout,)
 
 
 def parse_sync(text: str) -> Sync:
@@ -77,18 +97,15 @@ def list_meshes(topology: Topology, *, groups: str | int, layout: str) -> list[M
     One group, and groups of one rank, are the same in both layouts.
 
     Raises:
-        InputError: If the layout is unknown.
+        InputError: If a word is unknown.
     """
-    if layout not in ("auto", *LAYOUTS):
-        raise InputError(f"unknown layout {layout!r}{did_you_mean(layout, ('auto', *LAYOUTS))}")
     world, local = topology.world, topology.local
-    wanted = parse_groups(groups)
+    wanted, layouts = parse_groups(groups), parse_layout(layout)
     sizes = [n for n in range(world, 0, -1) if not world % n and not (n % local and local % n)]
     if wanted != "auto":
         sizes = [world if wanted == "off" else int(wanted)]
     found = []
     for size in sizes:
-        layouts = LAYOUTS if layout == "auto" else (layout,)
         for one in layouts[:1] if size in (1, world) else layouts:
             found.append(
                 MeshShape(hosts=topology.hosts, local=local, group=size, layout=one)  # type: ignore[arg-type]
@@ -114,7 +131,7 @@ def choose_groups(
 ) -> Plan:
     """The plan with the shortest step of all meshes; larger groups win ties, then contiguous.
 
-    With more than 2,000 tables x meshes only one group, groups of a host, of one rank and of a
+    With more than 1,000 tables x meshes only one group, groups of a host, of one rank and of a
     size between are tried, and the other layout for the best of them.
 
     Raises:
@@ -172,9 +189,24 @@ def _attempt(problem: Problem, mesh: MeshShape, on_progress: Callable[[float], N
     try:
         grouped = plan_in_groups(problem, mesh, on_progress=on_progress)
     except PlanError as error:
-        failed = GroupCandidate(size=mesh.group, layout=mesh.layout, note=f"no plan: {error}")
+        least, note = _least_bytes(problem, mesh), f"no plan: {error}"
+        if problem.limit is not None and least > problem.limit:
+            most = f"{problem.limit / _GIB:.4f}"
+            note = f"does not fit: needs {least / _GIB:.4f} GiB on a rank or more, which has {most}"
+        failed = GroupCandidate(size=mesh.group, layout=mesh.layout, memory_bytes=least, note=note)
         return _Tried(mesh, failed, error=error)
     return _Tried(mesh, evaluate(grouped.plan, problem), grouped)
+
+
+def _least_bytes(problem: Problem, mesh: MeshShape) -> int:
+    """What a rank holds if every table is spread evenly over its group."""
+    sizes = problem.constraints.group_sizes(problem.tables, mesh.group)
+    whole = Tier(ranks=(0,))
+    held = (
+        tier_bytes(replace(t, tiers=(whole,)), whole, state=problem.state)[0] / sizes[t.name]
+        for t in problem.tables
+    )
+    return int(sum(held))
 
 
 def evaluate(plan: Plan, problem: Problem) -> GroupCandidate:
