@@ -161,6 +161,7 @@ def plan_command(
             groups=groups,
             layout=layout,
             sync=sync,
+            calibration=None if calibration is None else str(calibration),
             topology=topology,
         )
         sizes = {"--tables": tables, "--dim": dim, "--cap": cap}
@@ -168,8 +169,7 @@ def plan_command(
             source, sizes, batch=batch, alpha=alpha, knowledge=known, settings=settings or ()
         )
         chosen = workload.settings
-        file = chosen.topology if calibration is None else calibration
-        rates, cost = _speeds(file, topology, workload)
+        rates, cost = _speeds(chosen.topology, topology, workload)
         with _bar() as on_progress:
             plan = plan_tables(
                 workload.tables,
@@ -240,7 +240,7 @@ def _workload(
 
 
 def _speeds(
-    calibration: Path | str | None, topology: Topology, workload: Workload
+    calibration: str | None, topology: Topology, workload: Workload
 ) -> tuple[Rates | None, DenseCost | None]:
     """Of the cluster, and of the model's dense layers on it; None where nothing is known."""
     if calibration is None:

@@ -37,6 +37,7 @@ class Knowledge:
         tiers: Hot rows: off, auto, or hot:K; None for the recipe's.
         profile: A file of `rowmesh profile`; None for the recipe's.
         groups, layout, sync: Shard groups, as of a `PlanConfig`; None for the recipe's.
+        calibration: A topology.json of `rowmesh calibrate`; None for the recipe's.
         topology: Whose rank 0 the batches are of.
     """
 
@@ -45,13 +46,14 @@ class Knowledge:
     groups: str | None = None
     layout: str | None = None
     sync: str | None = None
+    calibration: str | None = None
     topology: Topology = field(default_factory=Topology)
 
     def within(self, settings: PlanConfig) -> PlanConfig:
         """A recipe's settings with what is given here."""
         names = ("tiers", "profile", "groups", "layout", "sync")
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return dataclasses.replace(settings, **given)
+        given = {name: getattr(self, name) for name in names} | {"topology": self.calibration}
+        return dataclasses.replace(settings, **{k: v for k, v in given.items() if v is not None})
 
 
 _ASSUMED: Final = Knowledge()
@@ -81,7 +83,7 @@ def workload_of_run(config: RunConfig, *, knowledge: Knowledge = _ASSUMED) -> Wo
     tables, dense = blank_tables(model)
     settings = knowledge.within(config.plan)
     has_hot_rows = parse_tiers(settings.tiers) != 0
-    depends = has_hot_rows or settings.groups == "auto"
+    depends = has_hot_rows or (settings.groups == "auto" and settings.topology is not None)
     if settings.profile is None and not has_hot_rows:
         stats = assume_stats(model, config.data)
     else:
