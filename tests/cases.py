@@ -18,9 +18,11 @@ from rowmesh.comm.mesh import Mesh
 from rowmesh.placement import (
     Copies,
     Exchange,
+    Groups,
     MeshShape,
     Plan,
     Split,
+    Sync,
     TablePlan,
     Tier,
     make_hot_set,
@@ -31,12 +33,15 @@ from rowmesh.runtime.embeddings import sharded_engines
 from rowmesh.runtime.export import full_sparse_state
 from rowmesh.runtime.retier import change_tiers
 from rowmesh.tables import PoolingType, dense_parameters, parse_dtype
+from rowmesh.topology import Topology
 
 RULES = {
     "sgd": rm.SGD(lr=0.1),
     "rowwise": rm.RowwiseAdagrad(lr=0.1),
     "adagrad": rm.Adagrad(lr=0.1),
     "adam": rm.Adam(lr=0.1),
+    "scaled": rm.MomentumScaledRowwiseAdagrad(lr=0.1),
+    "halved": rm.MomentumScaledRowwiseAdagrad(lr=0.1, scale=2.0),
 }
 DENSE = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -66,6 +71,7 @@ class Table:
     per_host: tuple[int, ...] = ()  # rows with a copy per host
     holder: int | None = None  # the local rank that has all of them; None if they are split
     has_many_tiers: bool = False  # every other hot row is in a tier of its own
+    group: int | None = None  # size of its shard groups; ``ranks`` are of the first
 
     @property
     def split(self) -> Split:
@@ -97,6 +103,8 @@ class Case:
     skips_first: bool = False
     has_unused: bool = True
     later: tuple[Collection, ...] = ()  # with other hot rows, from the second step on
+    layout: str = "contiguous"
+    sync: tuple[str, int, str] = ("gradients", 1, "sparse")
 
     @property
     def num_features(self) -> int:
@@ -154,12 +162,21 @@ class Case:
                         dedup=table.dedup,
                         trainable=table.trainable,
                         weighted=collection.kind == "weighted",
+                        group=table.group,
                     )
                 )
         sizes = [p.numel() for p in dense_parameters(Model(self)) if p.requires_grad]
-        mesh = MeshShape(hosts=self.hosts, local=self.world // self.hosts, group=self.world)
         return Plan(
-            mesh=mesh, tables=tuple(tables), dense=bucket_elements(sizes), tree=self.tree
+            mesh=MeshShape(
+                hosts=self.hosts,
+                local=self.world // self.hosts,
+                group=self.world,
+                layout=self.layout,
+            ),
+            tables=tuple(tables),
+            dense=bucket_elements(sizes),
+            tree=self.tree,
+            sync=Sync(mode=self.sync[0], period=self.sync[1], form=self.sync[2]),
         ).validate()
 
     def batch(self, step: int, rank: int) -> dict[str, Any]:
@@ -264,6 +281,7 @@ class Run:
     states: dict[str, dict[str, Tensor]]
     copies: list[Tensor]
     host_copies: list[Tensor]
+    homes: list[tuple[int, Tensor]]  # of replicas: the first of them, and what it must hold too
 
 
 def host_copies_of(mesh: Mesh, model: nn.Module) -> list[Tensor]:
@@ -292,10 +310,12 @@ def train_case(mesh: Mesh, case: Case) -> Run:
             mesh.mean(found).backward()
         optimizer.step()
         optimizer.zero_grad()
+        for engine in sharded_engines(model):
+            engine.replicas.finish()
+        losses.append(found.detach())
+        ledgers.append(mesh.ledger.by_edge())
         if case.later and start == 0:
             change_tiers(model, case.plan_at(1), optimizer=optimizer)
-        losses.append(found.detach())
-        ledgers.append({e: n for e, n in mesh.ledger.by_edge().items() if e != "tier move"})
     stacks = [s for e in sharded_engines(model) for s in e.stacks]
     copies = [s.copies for s in stacks] + [v for s in stacks for v in s.copies_state.values()]
     return Run(
@@ -305,20 +325,29 @@ def train_case(mesh: Mesh, case: Case) -> Run:
         full_sparse_state(model),
         copies,
         host_copies_of(mesh, model),
+        [
+            (s.layout.groups.replicas(mesh.rank)[0], tensor)
+            for s in stacks
+            for tensor in (s.home, *s.home_state.values())
+        ],
     )
 
 
 def oracle_case(case: Case) -> Run:
     """The same in one process, as ``world`` virtual ranks."""
+    torch.set_num_threads(1)  # as ranks: a product of matrices rounds differently on two
     oracle = rm.Oracle(
-        Model(case), dense=DENSE[case.dense], sparse=RULES[case.rule], span=case.plan().span
+        Model(case), dense=DENSE[case.dense], sparse=RULES[case.rule], plan=case.plan()
     )
     losses: list[Any] = []
     for start in range(0, len(case.ids), case.accumulate):
         steps = range(start, min(start + case.accumulate, len(case.ids)))
         parts = [[case.batch(step, rank) for step in steps] for rank in range(case.world)]
         losses.append(oracle.step_accumulated(parts))
-    return Run(losses, [], dict(oracle.model.state_dict()), oracle.states, [], [])
+        if case.later and start == 0:
+            oracle.change_tiers(case.plan_at(1))
+    oracle.sync()
+    return Run(losses, [], dict(oracle.model.state_dict()), oracle.states, [], [], [])
 
 
 @st.composite
@@ -351,7 +380,7 @@ def places(
 
 
 @st.composite
-def tiers(draw: st.DrawFn, table: Table, local: int) -> dict[str, Any]:
+def tiers(draw: st.DrawFn, table: Table, local: int, by_host: bool = True) -> dict[str, Any]:
     """Hot rows of a table, on every rank and per host."""
     hot: list[int] = []
     per_host: list[int] = []
@@ -359,7 +388,7 @@ def tiers(draw: st.DrawFn, table: Table, local: int) -> dict[str, Any]:
         ids = st.lists(st.integers(0, table.rows - 1), unique=True, max_size=table.rows)
         some = st.one_of(st.just([]), ids, st.just(list(range(table.rows))))
         hot = draw(some)
-        per_host = sorted(set(draw(some)) - set(hot))
+        per_host = sorted(set(draw(some)) - set(hot)) if by_host else []
     return {
         "hot": tuple(hot),
         "per_host": tuple(per_host),
@@ -371,10 +400,25 @@ def tiers(draw: st.DrawFn, table: Table, local: int) -> dict[str, Any]:
 
 @st.composite
 def tables(
-    draw: st.DrawFn, world: int, hosts: int, kind: str, exact: bool, place: str | None = None
+    draw: st.DrawFn,
+    world: int,
+    hosts: int,
+    kind: str,
+    exact: bool,
+    place: str | None = None,
+    groups: Groups | None = None,
 ) -> Table:
     dim = draw(st.sampled_from([1, 3, 4, 8, 16] if place is None else [3, 4, 8, 16]))
-    placed = Table(rows=1, dim=dim, **draw(places(world, hosts, dim, place)))
+    groups = groups or Groups(world=world, size=world)
+    local = world // hosts
+    shape = groups.shape(Topology(hosts=hosts, local=local))
+    fields = draw(places(shape.world, shape.hosts, dim, place))
+    fields["ranks"] = tuple(groups.rank(0, r) for r in fields["ranks"])
+    if groups.count > 1 and place is None and draw(st.integers(0, 4)) == 0:
+        fields = {"ranks": ()}
+    size = groups.size if groups.count > 1 else None
+    placed = Table(rows=1, dim=dim, group=size, **fields)
+    whole_hosts = groups.layout == "contiguous" and groups.size % local == 0
     inexact = placed.split.rows == "all" and len(placed.ranks) > placed.columns
     pooled_ok = kind != "sequence" and not (exact and inexact)
     rows, exchange = draw(st.integers(1, 40)), "rows"
@@ -383,7 +427,7 @@ def tables(
     placed = replace(placed, rows=rows, exchange=exchange)
     return replace(
         placed,
-        **draw(tiers(placed, world // hosts)),
+        **draw(tiers(placed, local, groups.count == 1 or whole_hosts)),
         features=draw(st.integers(1, 2)),
         mean=kind == "bags" and draw(st.booleans()),
         dtype=draw(st.sampled_from(["fp32", "fp32", "fp32", "fp16", "bf16"])) if exact else "fp32",
@@ -394,6 +438,68 @@ def tables(
 
 
 @st.composite
+def group_sizes(draw: st.DrawFn, world: int, hosts: int, layout: str, count: int) -> list[Groups]:
+    """Sizes of one divisor chain, one a table; the first is smaller than the world if it can be."""
+    local = world // hosts
+    sizes = [n for n in range(1, world + 1) if world % n == 0]
+    sizes = [n for n in sizes if n % local == 0 or local % n == 0]
+    found = [draw(st.sampled_from([n for n in sizes if n < world] or sizes))]
+    while len(found) < count:
+        fits = [n for n in sizes if all(n % f == 0 or f % n == 0 for f in found)]
+        found.append(draw(st.sampled_from(fits)))
+    return [Groups(world=world, size=n, layout=layout) for n in found]
+
+
+@st.composite
+def grouped(draw: st.DrawFn, *, world: int, mode: str) -> Case:
+    """A case whose tables have shard groups, at least the first smaller than the world."""
+    case = draw(cases(world=world))
+    layout = draw(st.sampled_from(["contiguous", "strided"]))
+    number = sum(len(c.tables) for c in case.collections)
+    groups = iter(draw(group_sizes(world, case.hosts, layout, number)))
+    collections = []
+    for c in case.collections:
+        members = []
+        for old in c.tables:
+            new = draw(tables(world, case.hosts, c.kind, True, groups=next(groups)))
+            new = replace(new, rows=old.rows, features=old.features)
+            hot, per_host = ([i for i in h if i < old.rows] for h in (new.hot, new.per_host))
+            members.append(replace(new, hot=tuple(hot), per_host=tuple(per_host)))
+        collections.append(replace(c, tables=tuple(members)))
+    later: tuple[Collection, ...] = ()
+    if case.later:
+        later = tuple(
+            replace(
+                c,
+                tables=tuple(
+                    draw(_with_other_tiers(t, world // case.hosts, _by_host(t, case, layout)))
+                    for t in c.tables
+                ),
+            )
+            for c in collections
+        )
+    every = [t for c in (*collections, *later) for t in c.tables]
+    needs_hosts = 1 < case.hosts < world and any(t.per_host for t in every)
+    rules = ["sgd", "rowwise", "scaled"] if mode == "moments-first" else sorted(RULES)
+    period = 1 if mode == "gradients" else draw(st.integers(1, 3))
+    form = "sparse" if mode == "gradients" else draw(st.sampled_from(["sparse", "dense"]))
+    return replace(
+        case,
+        collections=tuple(collections),
+        later=later,
+        tree="host-first" if needs_hosts else draw(st.sampled_from(["flat", "host-first"])),
+        rule=draw(st.sampled_from(rules)),
+        layout=layout,
+        sync=(mode, period, form),
+    )
+
+
+def _by_host(table: Table, case: Case, layout: str) -> bool:
+    size, local = table.group or case.world, case.world // case.hosts
+    return size == case.world or (layout == "contiguous" and size % local == 0)
+
+
+@st.composite
 def cases(
     draw: st.DrawFn, *, world: int, exact: bool = True, hosts: int = 0, place: str | None = None
 ) -> Case:
@@ -401,7 +507,7 @@ def cases(
     kinds = draw(
         st.lists(st.sampled_from(["bags", "weighted", "sequence"]), min_size=1, max_size=2)
     )
-    hosts = hosts or draw(st.sampled_from([h for h in (1, 2, 4) if world % h == 0]))
+    hosts = hosts or draw(st.sampled_from([h for h in (1, 2, 3, 4) if world % h == 0]))
     collections = tuple(
         Collection(
             kind=kind,
@@ -467,9 +573,9 @@ def cases(
 
 
 @st.composite
-def _with_other_tiers(draw: st.DrawFn, table: Table, local: int) -> Table:
+def _with_other_tiers(draw: st.DrawFn, table: Table, local: int, by_host: bool = True) -> Table:
     """Only hot rows may change: sums of a table that is copied whole stay."""
-    changed = draw(tiers(table, local))
+    changed = draw(tiers(table, local, by_host))
     return replace(table, **(changed if table.ranks else {}))
 
 

@@ -104,7 +104,7 @@ def _serve(rank: int, store_file: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(store_file, WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=START_UP)
-    everyone = {n: make_lanes(list(range(n)), timeout=DEADLOCK) for n in (2, WORLD)}
+    everyone = {n: make_lanes(list(range(n)), timeout=DEADLOCK) for n in (2, 3, WORLD)}
     while True:
         try:
             call = pipe.recv_bytes()

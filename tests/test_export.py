@@ -784,7 +784,13 @@ def test_rows_and_columns_of_every_region_make_the_whole(
     for first, last in ((0, 2), (2, 5), (5, 6)):
         for owner in range(owners):
             region = Region(
-                table=0, rank=0, owner=owner, homes=homes, columns=(first, last), start=0
+                table=0,
+                rank=0,
+                replicas=(0,),
+                owner=owner,
+                homes=homes,
+                columns=(first, last),
+                start=0,
             )
             mine = homes.rows(owner)
             put_region(whole, region, table[mine, first:last])

@@ -20,6 +20,7 @@ from rowmesh.nn.bags import Reader
 from rowmesh.placement import (
     Copies,
     Exchange,
+    Groups,
     MeshShape,
     Plan,
     Split,
@@ -173,7 +174,12 @@ def test_membership_grows_with_the_hot_rows_not_with_the_table() -> None:
     readers = [Reader(feature="f_t", table=0, name="f_t")]
     for rank in range(4):
         (layout,) = lay_out(
-            [placed], readers, topology=SQUARE, rank=rank, device=torch.device("cpu")
+            [placed],
+            [Groups(world=4, size=4)],
+            readers,
+            topology=SQUARE,
+            rank=rank,
+            device=torch.device("cpu"),
         )
         sizes = [
             value.numel()

@@ -472,7 +472,7 @@ def plan_errors(mesh: Mesh) -> list[str]:
         replace(plan, tables=(replace(plan.tables[0], num_embeddings=13), *plan.tables[1:])),
         replace(plan, dense=(5,)),
         replace(plan, tables=(replace(table, tiers=(hot, rest)), plan.tables[0], plan.tables[2])),
-        replace(plan, mesh=replace(plan.mesh, group=1)),
+        replace(plan, towers=("left",)),
     ]
     found = []
     for broken in changed:

@@ -112,10 +112,10 @@ def table_tensors(model: nn.Module) -> dict[str, TableTensor]:
     """Weight and optimiser state of every table of a sharded model, on this rank.
 
     Keys are ``tables.<table>.weight`` and ``tables.<table>.state.<name>``: the same on all ranks,
-    also where a rank holds no rows. A row's home is written by its owner, a row of a table that is
-    copied whole by the rank that adds up its gradients; one number a row, which every column piece
-    keeps, by the piece with column 0. Homes of hot rows are brought up to date here; who writes
-    into the parts calls `refresh_copies` after it.
+    also where a rank holds no rows. A row's home is written by its owner in one of the groups, a
+    row of a table that is copied whole by the rank that adds up its gradients; one number a row,
+    which every column piece keeps, by the piece with column 0. Homes of hot rows are brought up to
+    date here; who writes into the parts calls `refresh_copies` after it.
     """
     found: dict[str, TableTensor] = {}
     for engine in sharded_engines(model):
@@ -152,7 +152,7 @@ def _parts(stack: Stack, table: int, tensor: Tensor, rank: int) -> tuple[Part, .
             homes=region.homes,
             owner=region.owner,
             columns=region.columns,
-            is_written=region.rank == rank and (tensor.dim() > 1 or region.columns[0] == 0),
+            is_written=region.writer == rank and (tensor.dim() > 1 or region.columns[0] == 0),
         )
         for region in (*home, *copied)
     )

@@ -82,11 +82,14 @@ def make_riders(engine: "ShardedEngine", sums: str) -> list[CopyRider]:
 def refresh_homes(engine: "ShardedEngine", *, table: int | None = None) -> None:
     """Copy hot rows, of all tables or of one, and their optimiser state back to their homes.
 
+    Shard groups that are apart are brought together first.
+
     Collective:
         All ranks. Copies on every rank need no message; a copy per host comes from the rank that
         has it on the home's host.
     """
     mesh = engine.mesh
+    engine.bring_together()
     for copied in _copied(engine, table):
         home, source = copied.region.rank, copied.holder_beside_home(mesh.topology)
         for here, there in copied.tensors(mesh.rank):
@@ -123,7 +126,7 @@ def _send(engine: "ShardedEngine", part: Tensor, source: int, targets: list[int]
 
 @dataclass(frozen=True, slots=True)
 class _Copied:
-    """Hot rows with one home rank, and the ranks that have a copy of them."""
+    """Hot rows with one home rank in this rank's group, and its ranks that have a copy of them."""
 
     stack: Stack
     region: Region
@@ -150,11 +153,14 @@ class _Copied:
 
 
 def _copied(engine: "ShardedEngine", table: int | None) -> Iterator[_Copied]:
-    topology = engine.mesh.topology
+    mesh = engine.mesh
     for stack in engine.stacks:
+        groups = stack.layout.groups
+        members = list(groups.members(groups.group(mesh.rank)))
         for region in (*stack.layout.hot, *stack.layout.host_copies):
             if table is None or region.table == table:
-                holders = list(range(topology.world))
+                holders = members
                 if region.holder is not None:
-                    holders = holders[region.holder :: topology.local]
+                    local = mesh.topology.local
+                    holders = [rank for rank in members if rank % local == region.holder]
                 yield _Copied(stack, region, holders)

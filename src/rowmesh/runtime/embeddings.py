@@ -5,7 +5,7 @@ counts + status -> ids -> lookup at owners -> vectors back -> pool; backward mir
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,16 @@ __all__ = ["ShardedEngine", "sharded_engines"]
 
 _HEAD = 2  # of a counts message: status word, samples; then four counts a stack
 _BAD_INPUT, _LAST_BATCH, _TRAINING = 1, 2, 4  # bits of the status word
+
+
+class Together(Protocol):
+    """What keeps the replicas of an engine's rows together (`rowmesh.runtime.replicas`)."""
+
+    def finish(self) -> None:
+        """Wait for what is under way: before rows are read."""
+
+    def bring_together(self) -> None:
+        """Make them alike now."""
 
 
 class ShardedEngine:
@@ -59,6 +69,7 @@ class ShardedEngine:
         self.exports = mesh.wire.channel(f"export of {path}", Lane.ROWS)
         self.num_exports = 0
         self._leaving: list[Handle] = []
+        self.replicas: Together | None = None
         self.set_stacks(stacks)
 
     def set_stacks(self, stacks: Sequence[Stack]) -> None:
@@ -87,6 +98,15 @@ class ShardedEngine:
             if stack.layout.is_relayed
         }
         self.riders: list[CopyRider] = []
+
+    def bring_together(self) -> None:
+        """Make the rows of shard groups that step apart their mean.
+
+        Collective:
+            All ranks, between steps.
+        """
+        if self.replicas is not None:
+            self.replicas.bring_together()
 
     def _end_sends(self) -> None:
         for handle in self._leaving:
@@ -298,6 +318,8 @@ class ShardedEngine:
 
     def _look_up_here(self, routes: Sequence[Route], buffers: Sequence[Tensor]) -> None:
         """Copies, and this rank's own rows where no relay fetches them."""
+        if self.replicas is not None:
+            self.replicas.finish()
         rank = self.mesh.rank
         for i, (stack, route, buffer) in enumerate(zip(self.stacks, routes, buffers, strict=True)):
             bounds = route.vector_bounds

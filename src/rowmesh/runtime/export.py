@@ -103,7 +103,7 @@ def _gather(engine: ShardedEngine, table: int, part_of: _Part) -> dict[str, Tens
                     part = tensor.new_empty(
                         (region.num_rows if rank == 0 else 0, *tensor.shape[1:])
                     )
-                send_bytes(engine, part.contiguous(), source=region.rank, targets=[0])
+                send_bytes(engine, part.contiguous(), source=region.replicas[0], targets=[0])
             if rank == 0:
                 assert part is not None
                 shape = (config.num_embeddings, config.embedding_dim)[: tensor.dim()]

@@ -1,6 +1,7 @@
 """From tickets to one gradient per row: added over samples, then ranks, in the plan's order."""
 
 import functools
+import itertools
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -23,8 +24,8 @@ class RowGradient:
     """The summed gradient of distinct rows of this rank's home or copies of a stack.
 
     ``own`` are the entries this rank counts in a norm over ranks: all of a home's, and its share
-    of the copies'. ``stack`` is the number of the stack. Copies for the ``host`` are rows of the
-    home stack behind the home rows.
+    of the copies'; ``share`` is what they count for, as replicas count them too. ``stack`` is the
+    number of the stack. Copies for the ``host`` are rows of the home stack behind the home rows.
     """
 
     stack: int
@@ -34,6 +35,7 @@ class RowGradient:
     rows: Tensor
     grad: Tensor
     own: slice
+    share: float = 1.0
 
 
 class SparseGradients:
@@ -50,7 +52,11 @@ class SparseGradients:
         self._counts = channel(f"hot counts of {engine.path}", Lane.CONTROL)
         self._ids = [channel(f"hot rows of {engine.path}", Lane.GRADS) for _ in self._copied]
         self._values = [channel(f"hot sums of {engine.path}", Lane.GRADS) for _ in self._copied]
-        self._host_sums = HostSums(engine, self._shared)
+        sizes = {layouts[i].groups.size: None for i in self._shared}
+        self._host_sums = [
+            HostSums(engine, [i for i in self._shared if layouts[i].groups.size == size])
+            for size in sizes
+        ]
         engine.on_all_sent = self._all_sent
 
     def reduce(self) -> list[RowGradient]:
@@ -158,7 +164,8 @@ class SparseGradients:
         """Add the gradients of copied rows at their sum owners; every rank gets all sums."""
         with self._engine.mesh.trace.phase("hot sums"):
             found = self._exchange_sums(tickets, sequence) if self._copied else []
-            for number, rows, grad, own in self._host_sums.exchange(tickets, sequence):
+            exchanged = (sums.exchange(tickets, sequence) for sums in self._host_sums)
+            for number, rows, grad, own in itertools.chain.from_iterable(exchanged):
                 stack = self._engine.stacks[number]
                 found.append(
                     RowGradient(

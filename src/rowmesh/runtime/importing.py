@@ -85,7 +85,7 @@ def _set_chunk(
     elif is_mine:
         part = part.new_empty((len(positions), last - first))
     if spread:
-        targets = list(range(mesh.world)) if place.is_copied else [place.region.rank]
+        targets = list(range(mesh.world)) if place.is_copied else list(place.region.replicas)
         send_bytes(engine, part, source=0, targets=targets)
     if is_mine:
         place.weight.index_copy_(0, torch.from_numpy(slots).to(mesh.device), part)

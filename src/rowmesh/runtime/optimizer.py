@@ -11,10 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from rowmesh.errors import InputError, StepError
-from rowmesh.optim import UpdateRule
+from rowmesh.optim import SGD, MomentumScaledRowwiseAdagrad, RowwiseAdagrad, UpdateRule
+from rowmesh.optim.groups import Rules
+from rowmesh.placement import Plan
 from rowmesh.runtime.dense import DenseBuckets
 from rowmesh.runtime.embeddings import ShardedEngine, sharded_engines
 from rowmesh.runtime.gradients import RowGradient, SparseGradients
+from rowmesh.runtime.replicas import Replicas
 from rowmesh.runtime.squares import ColumnSquares
 from rowmesh.trace import Recorder
 
@@ -50,6 +53,14 @@ class Optimizer(torch.optim.Optimizer):
         self._mesh = self._engines[0].mesh if self._engines else None
         self._trace = self._mesh.trace if self._mesh is not None else Recorder()
         self._rule, self._buckets = sparse, buckets
+        plan: Plan = model._rowmesh_plan  # type: ignore[assignment]
+        self._sync = plan.sync
+        if plan.has_replicas and self._sync.mode == "moments-first" and not _is_rowwise(sparse):
+            raise InputError(
+                f"sync 'moments-first' sums the squares of rows: it goes with row-wise AdaGrad "
+                f"or SGD, not with {type(sparse).__name__}; use 'gradients' or 'weights'"
+            )
+        self._rules = Rules(sparse, has_groups=plan.has_replicas)
         self._pending: list[list[RowGradient]] | None = None
         for engine in self._engines:
             for stack in engine.stacks:
@@ -80,6 +91,11 @@ class Optimizer(torch.optim.Optimizer):
         """
         self._sparse = [SparseGradients(engine) for engine in self._engines]
         self._squares = [ColumnSquares(engine) for engine in self._engines]
+        self._replicas = []
+        for engine in self._engines:
+            adds = self._rule.adds_squares
+            engine.replicas = replicas = Replicas(engine, self._sync, adds_squares=adds)
+            self._replicas.append(replicas)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -94,29 +110,40 @@ class Optimizer(torch.optim.Optimizer):
             raise InputError("rm.Optimizer.step takes no closure")
         pending = self._reduce()
         lr = self.param_groups[-1]["lr"]
-        for parts, column_squares in zip(pending, self._squares, strict=True):
+        for parts, column_squares, replicas in zip(
+            pending, self._squares, self._replicas, strict=True
+        ):
+            replicas.remember(parts)
             squares: list[Tensor | None] = [None] * len(parts)
             if self._rule.adds_squares:
-                squares = column_squares.add(parts)
+                squares = replicas.add_squares(parts, column_squares.add(parts))
             with self._trace.phase("update"):
-                self._update(parts, squares, lr)
+                self._update(parts, squares, replicas, lr)
+            replicas.end_step()
         if self.dense is not None:
             with self._trace.phase("dense update"):
                 self.dense.step()
                 self.dense.zero_grad(set_to_none=True)
         self._pending = None
 
-    def _update(self, parts: list[RowGradient], squares: list[Tensor | None], lr: float) -> None:
+    def _update(
+        self,
+        parts: list[RowGradient],
+        squares: list[Tensor | None],
+        replicas: Replicas,
+        lr: float,
+    ) -> None:
         for part, found in zip(parts, squares, strict=True):
             if len(part.rows):
-                rows = part.rows.long()
-                self._rule.update(part.weight, part.state, rows, part.grad, lr, squares=found)
+                rows, rule = part.rows.long(), self._rules.apart(replicas.num_apart(part))
+                rule.update(part.weight, part.state, rows, part.grad, lr, squares=found)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients, sparse and dense, so that their joint norm is at most max_norm.
 
-        The norm is over the summed gradients; a copied row counts once. Squares are added in
+        The norm is over the summed gradients; a copied row counts once. Of shard groups that step
+        apart it is the mean over groups of squares that counts. Squares are added in
         fp64 in an order that depends on the plan: equal to the oracle within 1e-6 (E1).
 
         Returns:
@@ -129,7 +156,8 @@ class Optimizer(torch.optim.Optimizer):
         grads = [p.grad for p in self._buckets.parameters if p.grad is not None]
         squares = torch.zeros((), dtype=torch.float64)
         for part in pending:
-            squares += part.grad[part.own].double().square().sum().to(squares.device)
+            norm = part.grad[part.own].double().square().sum()
+            squares += part.share * norm.to(squares.device)
         if self._mesh is not None:
             squares = self._mesh.total(squares.to(self._mesh.device))
         for grad in grads:
@@ -219,7 +247,13 @@ class Optimizer(torch.optim.Optimizer):
         if self._pending is None:
             self._buckets.launch()
             self._pending = [sparse.reduce() for sparse in self._sparse]
+            for parts, replicas in zip(self._pending, self._replicas, strict=True):
+                replicas.add_gradients(parts)
             self._buckets.reduce()
             for parts, sparse in zip(self._pending, self._sparse, strict=True):
                 parts += sparse.dense_sums()
         return self._pending
+
+
+def _is_rowwise(rule: UpdateRule) -> bool:
+    return isinstance(rule, RowwiseAdagrad | MomentumScaledRowwiseAdagrad | SGD)

@@ -118,13 +118,10 @@ class Oracle:
         self.sync_settings = Sync() if plan is None else plan.sync
         self._groups: dict[str, Groups] = {}
         self._everywhere: dict[str, Tensor] = {}  # rows that every rank holds
-        for table in () if plan is None else plan.tables:
-            if plan.groups(table).count > 1:  # type: ignore[union-attr]
-                self._groups[table.name] = plan.groups(table)  # type: ignore[union-attr]
-                where = f"table {table.name!r}"
-                ids = [hot_ids(r, where=where) for t, r in table.hot if t.copies is Copies.WORLD]
-                hot = np.unique(np.concatenate([np.empty(0, dtype=np.int64), *ids]))
-                self._everywhere[table.name] = torch.from_numpy(hot)
+        if plan is not None:
+            of_tables = {table.name: plan.groups(table) for table in plan.tables}
+            self._groups = {name: g for name, g in of_tables.items() if g.count > 1}
+            self._find_hot(plan)
         self._rules = Rules(self.rule, has_groups=bool(self._groups))
         finest = min(self._groups.values(), key=lambda g: g.size, default=None)
         self._views = finest if self.sync_settings.mode != "gradients" else None
@@ -142,6 +139,18 @@ class Oracle:
                 {n: self.rule.new_state(*w.shape, device=w.device) for n, w in weights.items()}
             )
         self._use(0)
+
+    def _find_hot(self, plan: Plan) -> None:
+        for name in self._groups:
+            table, where = plan.table(name), f"table {name!r}"
+            ids = [hot_ids(r, where=where) for t, r in table.hot if t.copies is Copies.WORLD]
+            hot = np.unique(np.concatenate([np.empty(0, dtype=np.int64), *ids]))
+            self._everywhere[name] = torch.from_numpy(hot)
+
+    def change_tiers(self, plan: Plan) -> None:
+        """Follow a plan with other hot rows from now on, as `rowmesh.change_tiers` does."""
+        self.sync()
+        self._find_hot(plan)
 
     @property
     def states(self) -> dict[str, dict[str, Tensor]]:
@@ -218,7 +227,7 @@ class Oracle:
         if self.dense is not None:
             self.dense.step()
         self._num_steps += 1
-        if self._num_steps % self.sync_settings.period == 0:
+        if self._num_steps >= self.sync_settings.period:
             self.sync()
 
     def _of(self, name: str) -> list[_Step]:
@@ -274,6 +283,7 @@ class Oracle:
     @torch.no_grad()
     def sync(self) -> None:
         """Make the copies of all groups their mean, weights and optimiser state."""
+        self._num_steps = 0  # since the last sync
         for name in self._groups if self._views is not None else ():
             groups, views = self._groups[name], self._views
             assert views is not None

@@ -27,7 +27,9 @@ class Region:
 
     Args:
         table: Index into the collection's tables.
-        rank: Whose home it is; of copies, who adds up sparse sums.
+        rank: Whose home it is, in this rank's shard group.
+        replicas: The ranks whose home it is in all groups, in their order; of a table that is
+            copied whole, the rank that adds up sparse sums.
         owner: Index of the rank among those of its column piece.
         homes: Of the table.
         columns: First and last + 1.
@@ -36,12 +38,14 @@ class Region:
         hot: Of hot rows: the ids, ascending.
         home_start: Of hot rows: first slot of the home region of their piece and owner.
         tier: Of hot rows: the number of their tier.
+        group: Of hot rows on every rank: the group whose rank adds up sparse sums.
         holder: Of copies per host: the local rank that has them; ``start`` counts from its first
             such copy.
     """
 
     table: int
     rank: int
+    replicas: tuple[int, ...]
     owner: int
     homes: Homes
     columns: tuple[int, int]
@@ -50,12 +54,23 @@ class Region:
     hot: Ints | None = field(default=None, compare=False)
     home_start: int = 0
     tier: int = 0
+    group: int = 0
     holder: int | None = None
 
     @property
     def num_rows(self) -> int:
         """Slots of the region."""
         return self.homes.num_slots(self.owner) if self.hot is None else len(self.hot)
+
+    @property
+    def adder(self) -> int:
+        """Of copies: the rank that adds up sparse sums."""
+        return self.replicas[self.group]
+
+    @property
+    def writer(self) -> int:
+        """The rank that writes a checkpoint of it: replicas take turns."""
+        return self.replicas[(self.table + self.owner) % len(self.replicas)]
 
     def rows(self) -> Ints:
         """The rows in its slots."""
@@ -69,7 +84,10 @@ class Region:
 def find_hot(
     plans: Sequence[TablePlan], home: Sequence[Region], local: int
 ) -> tuple[list[Region], list[Region]]:
-    """The hot rows of every home region, in the order of home slots: of the world, and per host."""
+    """The hot rows of every home region, in the order of home slots: of the world, and per host.
+
+    Groups take turns in adding up those of the world.
+    """
     everywhere, per_host = [], []
     for region in sorted(home, key=lambda region: (region.rank, region.start)):
         for number, (tier, rows) in enumerate(plans[region.table].hot):
@@ -77,7 +95,10 @@ def find_hot(
             mine = region.homes.owners(ids) == region.owner
             hot = replace(region, home_start=region.start, sums=tier.sums, tier=number)
             if tier.copies is Copies.WORLD:
-                everywhere.append(replace(hot, hot=ids[mine]))
+                count = len(region.replicas)
+                everywhere += [
+                    replace(hot, hot=ids[mine][group::count], group=group) for group in range(count)
+                ]
                 continue
             held = holders(tier, len(ids), local)
             for holder in np.unique(held).tolist():
@@ -94,7 +115,7 @@ def lay_copies(
     regions = [*copied, *hot]
     if world == 1:  # nobody to add up with
         regions = [replace(region, sums="sparse") for region in regions]
-    groups = [[r for r in regions if (r.rank, r.sums) == (k, "sparse")] for k in range(world)]
+    groups = [[r for r in regions if (r.adder, r.sums) == (k, "sparse")] for k in range(world)]
     groups += [[r for r in regions if r.sums == sums] for sums in DENSE_SUMS]
     bounds, placed = [0], {}
     for group in groups:
@@ -108,18 +129,18 @@ def lay_copies(
 
 
 def lay_host_copies(
-    regions: Sequence[Region], topology: Topology
+    regions: Sequence[Region], topology: Topology, hosts: Sequence[int]
 ) -> tuple[list[Region], list[list[int]]]:
     """The regions with their places among a holder's copies; where each host's sums begin.
 
-    A holder has those first whose homes are on host 0, then on host 1, ...; the peer on that host
-    adds up their gradients. The bounds are ``[L][H + 1]``.
+    A holder has those first whose homes are on the first of the group's ``hosts``, then on the
+    second, ...; the peer on that host adds up their gradients. The bounds are ``[L][H + 1]``.
     """
     laid: list[Region] = []
     bounds = []
     for holder in range(topology.local):
         at, mine = 0, [0]
-        for host in range(topology.hosts):
+        for host in hosts:
             for region in regions:
                 if (topology.host(region.rank), region.holder) == (host, holder):
                     laid.append(replace(region, start=at))

@@ -89,7 +89,7 @@ class Place:
 
     def is_on(self, rank: int) -> bool:
         """Whether ``rank`` holds it."""
-        return self.is_copied or self.region.rank == rank
+        return self.is_copied or rank in self.region.replicas
 
     def of(self, tensor: Tensor) -> Tensor:
         """The region's rows of one of the stack's tensors, on a rank that holds it."""

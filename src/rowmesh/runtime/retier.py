@@ -61,7 +61,12 @@ def change_tiers(model: nn.Module, plan: Plan, *, optimizer: Optimizer) -> None:
         plans = [plan.table(config.name) for config in module.configs()]
         mesh = engine.mesh
         layouts = lay_out(
-            plans, module.readers, topology=mesh.topology, rank=mesh.rank, device=mesh.device
+            plans,
+            [plan.groups(table) for table in plans],
+            module.readers,
+            topology=mesh.topology,
+            rank=mesh.rank,
+            device=mesh.device,
         )
         engine.set_stacks([_move(engine, make_stack(layout, mesh)) for layout in layouts])
     own, riders = ([r for e in engines for r in make_riders(e, sums)] for sums in DENSE_SUMS)

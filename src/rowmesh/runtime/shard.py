@@ -10,7 +10,7 @@ from rowmesh.comm.mesh import Mesh
 from rowmesh.errors import NotExecutable, PlanError, did_you_mean
 from rowmesh.nn.collections import EmbeddingBagCollection, EmbeddingCollection
 from rowmesh.nn.init import fill_initial_values
-from rowmesh.placement import Copies, Plan, TablePlan, hot_ids
+from rowmesh.placement import Copies, Groups, Plan, TablePlan, hot_ids
 from rowmesh.placement.dense import bucket_elements
 from rowmesh.runtime.adopt import adopt_collections
 from rowmesh.runtime.copies import make_riders
@@ -85,7 +85,8 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
         module = model.get_submodule(path)
         assert isinstance(module, _Collection)
         plans = [plan.table(c.name) for c in configs]
-        module.engine = _make_engine(path, module, plans, mesh, plan.span)
+        groups = [plan.groups(table) for table in plans]
+        module.engine = _make_engine(path, module, plans, groups, mesh, plan.span)
     if mesh.world > 1:
         broadcast_dense([*dense, *model.buffers()], mesh)
     engines = sharded_engines(model)
@@ -98,9 +99,7 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
 
 def check_executable(plan: Plan) -> None:
     """Say which settings of a valid plan this version does not run."""
-    world = plan.mesh.hosts * plan.mesh.local
     wanted = [
-        (plan.mesh.group != world, f"shard groups of {plan.mesh.group} of {world} ranks"),
         (bool(plan.towers), "towers"),
         (any(c.stack != ("fp32",) for c in plan.codecs), "codecs other than fp32"),
     ]
@@ -117,7 +116,7 @@ def check_executable(plan: Plan) -> None:
             raise NotExecutable(
                 f"the plan is valid, but this version does not run {what}; it runs all splits of "
                 f"tables, copies of tables or hot rows on every rank, and copies of hot rows on "
-                f"every host, in ram, over one shard group"
+                f"every host, in ram"
             )
 
 
@@ -150,10 +149,15 @@ def _check_tables(plan: Plan, collections: Sequence[tuple[str, Any, list[TableCo
 
 
 def _make_engine(
-    path: str, module: _Collection, plans: Sequence[TablePlan], mesh: Mesh, span: int
+    path: str,
+    module: _Collection,
+    plans: Sequence[TablePlan],
+    groups: Sequence[Groups],
+    mesh: Mesh,
+    span: int,
 ) -> ShardedEngine:
     layouts = lay_out(
-        plans, module.readers, topology=mesh.topology, rank=mesh.rank, device=mesh.device
+        plans, groups, module.readers, topology=mesh.topology, rank=mesh.rank, device=mesh.device
     )
     stacks = [make_stack(layout, mesh) for layout in layouts]
     for table, config in enumerate(module.configs()):

@@ -175,5 +175,6 @@ def _hot_rows(engine: ShardedEngine) -> list[list[_Hot]]:
             ]
             for hot in mine:
                 region = hot.region
-                rows.setdefault((region.table, region.owner, region.tier), []).append(hot)
+                which = (region.table, region.owner, region.tier, region.group)
+                rows.setdefault(which, []).append(hot)
     return [sorted(row, key=lambda hot: hot.region.columns[0]) for row in rows.values()]

@@ -1,14 +1,16 @@
 """Stacks: the tables of a collection that share storage and messages, laid out for all ranks.
 
 Pure arithmetic on the plan. A table is one piece, or several column pieces; pieces of one width,
-table dim, dtype and wire form are stacked. A rank's home stack holds the rows it owns, piece
-after piece, and then its host's copies of rows that have one copy per host, ordered by the host
-whose peer adds up their gradients. Its copies stack holds the rows every rank holds: first those
-with sparse sums, ordered by the rank that adds up their gradients, then those with dense ones. A
-hot row has a slot at home and another where it is copied; its home is stale while it is hot. On its
-home's host a rank adds up its gradients: the home's, or the holder of the host's copy.
+table dim, dtype, wire form and size of shard groups are stacked, as the rank's own group holds
+them. A rank's home stack holds the rows it owns, piece after piece, and then its host's copies of
+rows that have one copy per host, ordered by the host whose peer adds up their gradients. Its copies
+stack holds the rows every rank holds: first those with sparse sums, ordered by the rank that adds
+up their gradients, then those with dense ones. A hot row has a slot at home and another where it is
+copied; its home is stale while it is hot. Its gradients are added up at its home in one of the
+groups or, of copies per host, by the holder on its home's host.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -18,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rowmesh.nn.bags import Reader
-from rowmesh.placement import Copies, Exchange, TablePlan
+from rowmesh.placement import Copies, Exchange, Groups, TablePlan
 from rowmesh.runtime.places import Region, find_hot, index_hot, lay_copies, lay_host_copies
 from rowmesh.tables import parse_dtype
 from rowmesh.topology import Topology
@@ -35,6 +37,7 @@ class _Piece:
     table: int
     columns: tuple[int, int]
     ranks: tuple[int, ...]
+    groups: Groups
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +48,7 @@ class StackLayout:
     id mod S; row id of a reader is slot ``slot0 + (id // S) * stride`` of the rank it asks.
 
     Args:
+        groups: Shard groups of the tables; of those copied whole, one of all ranks.
         dim: Columns of a vector.
         table_dim: Columns of the tables; more than ``dim`` where they are split by columns.
         is_relayed: A rank of the owners' host, the asker's peer, answers for them
@@ -52,15 +56,15 @@ class StackLayout:
         tables: Indices into the collection's tables.
         readers: Indices into the collection's readers; one comes once for every piece.
         columns: Of each of ``readers``, the columns of the table it reads here.
-        home: Regions in home stacks, of all ranks.
+        home: Regions in home stacks, of all ranks of this rank's group.
         copied: Regions in the copies stack of tables that are copied whole.
         hot: Regions in the copies stack of hot rows.
         host_copies: Regions of hot rows copied per host, of all holders.
-        home_slots: ``[W]`` rows of each rank's home stack without copies.
+        home_slots: ``[W]`` rows of each rank's home stack without copies; 0 outside the group.
         asked_slots: ``[W]`` slots that each rank can be asked for: its home rows and its host's
             copies or, relayed, the home rows of its host, rank after rank.
-        host_bounds: ``[H + 1]`` where the rows that each host's peer sums begin among this rank's
-            copies for its host.
+        host_bounds: ``[H + 1]`` where the rows that each peer on the group's H hosts sums begin
+            among this rank's copies for its host.
         copy_bounds: ``[W + 1]`` where the rows that each rank sums begin in the copies stack.
         dense_bounds: ``[3]`` where those whose sums are ``dense``, then ``bucket``, begin and end.
         hot_keys: Of every hot row its home's key (`rowmesh.runtime.routes`) without bags,
@@ -71,6 +75,7 @@ class StackLayout:
         hot_in_order: The keys of copies ascend behind all others.
     """
 
+    groups: Groups
     dim: int
     table_dim: int
     dtype: torch.dtype
@@ -131,25 +136,27 @@ class StackLayout:
 
 def lay_out(
     plans: Sequence[TablePlan],
+    groups: Sequence[Groups],
     readers: Sequence[Reader],
     *,
     topology: Topology,
     rank: int,
     device: torch.device,
 ) -> list[StackLayout]:
-    """The stacks of a collection; the same on every rank, but for whom a relayed one asks.
+    """The stacks of a collection; alike on every rank, but for whom its group or relay asks.
 
     Args:
         plans: One per table of the collection, in its order.
+        groups: Of each table (`Plan.groups`).
         readers: Of the collection.
         topology: Of the mesh.
         rank: Whose view it is.
         device: Where the index tensors go.
     """
-    groups: dict[tuple[object, ...], list[_Piece]] = {}
+    stacks: dict[tuple[object, ...], list[_Piece]] = {}
     # Copies per host come last in what an owner sends, where bags it pools would be.
     apart = any(tier.copies is Copies.HOST for plan in plans for tier in plan.tiers)
-    for t, plan in enumerate(plans):
+    for t, (plan, of_table) in enumerate(zip(plans, groups, strict=True)):
         columns, tier = plan.columns(), plan.rest
         per_piece = len(tier.ranks) // len(columns)
         for c, (first, last) in enumerate(columns):
@@ -157,11 +164,11 @@ def lay_out(
             widened = plan.data_type != "fp32" and _owner_pools(plan)
             key = (last - first, plan.embedding_dim, plan.data_type, plan.trainable, widened)
             ranks = tier.ranks[c * per_piece : (c + 1) * per_piece]
-            piece = _Piece(t, (first, last), ranks)
-            form = (plan.is_relayed, apart and _owner_pools(plan))
-            groups.setdefault((*key, *form), []).append(piece)
+            piece = _Piece(t, (first, last), ranks, of_table)
+            form = (plan.is_relayed, apart and _owner_pools(plan), of_table.size)
+            stacks.setdefault((*key, *form), []).append(piece)
     return [
-        _lay_out_one(plans, readers, pieces, topology, rank, device) for pieces in groups.values()
+        _lay_out_one(plans, readers, pieces, topology, rank, device) for pieces in stacks.values()
     ]
 
 
@@ -178,11 +185,14 @@ def _lay_out_one(
     device: torch.device,
 ) -> StackLayout:
     world, first = topology.world, plans[pieces[0].table]
-    home, home_slots = _regions(plans, [p for p in pieces if not _is_copied(plans[p.table])], world)
-    copied, _ = _regions(plans, [p for p in pieces if _is_copied(plans[p.table])], world)
+    home, used = _regions(plans, [p for p in pieces if not _is_copied(plans[p.table])], rank)
+    copied, _ = _regions(plans, [p for p in pieces if _is_copied(plans[p.table])], rank)
+    home_slots = [used[r] for r in range(world)]
     everywhere, per_host = find_hot(plans, home, topology.local)
     copied, hot, copy_bounds, dense_bounds = lay_copies(copied, everywhere, world)
-    host_copies, host_bounds = lay_host_copies(per_host, topology)
+    groups = pieces[0].groups
+    hosts = sorted({topology.host(r) for r in groups.members(groups.group(rank))})
+    host_copies, host_bounds = lay_host_copies(per_host, topology, hosts)
     asked_slots = [n + host_bounds[r % topology.local][-1] for r, n in enumerate(home_slots)]
     route = [*home, *copied]
     if first.is_relayed:
@@ -212,6 +222,7 @@ def _lay_out_one(
 
     deduped = [p.dedup or _owner_pools(p) or _is_copied(p) for p in of_reader]
     return StackLayout(
+        groups=groups,
         dim=pieces[0].columns[1] - pieces[0].columns[0],
         table_dim=first.embedding_dim,
         dtype=parse_dtype(first.data_type),
@@ -294,17 +305,18 @@ def _is_copied(plan: TablePlan) -> bool:
 
 
 def _regions(
-    plans: Sequence[TablePlan], pieces: Sequence[_Piece], world: int
-) -> tuple[list[Region], list[int]]:
-    """Where each (piece, rank) starts within that rank, and how many rows each rank gets."""
-    used = [0] * world
-    regions = []
+    plans: Sequence[TablePlan], pieces: Sequence[_Piece], asker: int
+) -> tuple[list[Region], Counter[int]]:
+    """Where each (piece, rank) of the asker's group starts, and how many rows each rank gets."""
+    regions: list[Region] = []
+    used: Counter[int] = Counter()
     for piece in pieces:
-        homes = plans[piece.table].homes()
-        for owner, rank in enumerate(piece.ranks):
+        homes, groups = plans[piece.table].homes(), piece.groups
+        for owner, rank in enumerate(groups.move(piece.ranks, groups.group(asker))):
             region = Region(
                 table=piece.table,
                 rank=rank,
+                replicas=groups.replicas(rank),
                 owner=owner,
                 homes=homes,
                 columns=piece.columns,

@@ -116,15 +116,18 @@ class HostSums:
 
     Args:
         engine: Of the collection.
-        stacks: Numbers of those that have such copies and are trained.
+        stacks: Numbers of those that have such copies and are trained, of one size of groups.
     """
 
     def __init__(self, engine: ShardedEngine, stacks: Sequence[int]) -> None:
         self._engine, self._stacks = engine, stacks
-        topology, rank = engine.mesh.topology, engine.mesh.rank
-        self._host, first = topology.host(rank), topology.host(rank) * topology.local
-        self._beside = range(first, first + topology.local)
-        self._peers = [rank % topology.local + h * topology.local for h in range(topology.hosts)]
+        local, rank = engine.mesh.topology.local, engine.mesh.rank
+        first = rank - rank % local
+        self._beside = range(first, first + local)
+        groups = engine.stacks[stacks[0]].layout.groups
+        members = groups.members(groups.group(rank))
+        self._peers = [r for r in members if r % local == rank % local]
+        self._host = self._peers.index(rank)  # among those of the group
         channel, path = engine.pool.channel, engine.path
         self._counts = [channel(f"host counts of {path}", Lane.CONTROL) for _ in range(2)]
         self._parts, self._totals = (
@@ -144,8 +147,6 @@ class HostSums:
         Collective:
             All ranks; messages go between ranks of a host before, between peers here.
         """
-        if not self._stacks:
-            return
         for ticket in tickets:
             ticket.shared.wait()
         parts = [self._add_beside(number, tickets) for number in self._stacks]
