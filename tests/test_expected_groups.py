@@ -37,6 +37,7 @@ from rowmesh.placement import (
 from rowmesh.placement.memory import RULE_STATES
 from rowmesh.stats import Accesses, Stats
 from rowmesh.tables import EmbeddingBagConfig, PoolingType
+from rowmesh.topology import Link
 
 ROWS = 6400
 MODES = {
@@ -186,6 +187,10 @@ def test_the_sync_adds_rounds_seconds_and_work(mode: str, stats: Stats) -> None:
     sync = expect_sync(two, stats.tables)
     assert sync.rounds == ROUNDS[mode]
     assert expect_sync(four, stats.tables).rounds == (0.5 if mode == "dense" else 2 * ROUNDS[mode])
+    both = replace(two, tables=(*two.tables, replace(two.tables[0], name="other")))
+    again = expect_sync(both, stats.tables | {"other": stats.tables["t"]})
+    assert again.rounds == sync.rounds  # all tables share the messages
+    assert again.values == pytest.approx(2 * sync.values)
     assert (sync.work > 0.0).all()
     assert (sync.values[4:8] == 0.0).all()  # no backward hides it
     topology = two.mesh.topology
@@ -242,6 +247,25 @@ def test_nothing_is_synced_without_replicas_or_training() -> None:
         found = expect_sync(Plan(mesh=mesh, tables=(one,)), accesses)
         assert not found.values.any()
         assert found.rounds == 0.0
+
+
+@pytest.mark.parametrize(("hosts", "local"), [(2, 4), (3, 4), (4, 2), (1, 8)])
+@pytest.mark.parametrize("layout", ["contiguous", "strided"])
+def test_replicas_are_told_on_the_links_they_are_on(hosts: int, local: int, layout: str) -> None:
+    """Of every rank, bytes to replicas of its host and to others are as their numbers."""
+    accesses = {"t": Accesses(requests=10.0, bags=1.0, growth=(10.0,))}
+    for size in (1, 2, 4):
+        mesh = MeshShape(hosts=hosts, local=local, group=size, layout=layout)  # type: ignore[arg-type]
+        empty = Plan(mesh=mesh, tables=())
+        groups = empty.groups(table(tiers=(Tier(ranks=(0,)),)))
+        rest = Tier(ranks=groups.members(0), split=Split(kind="boxes", rows="all"))
+        plan = replace(empty, tables=(table(tiers=(rest,)),)).validate()
+        found, topology = expect_sync(plan, accesses), mesh.topology
+        for rank in range(topology.world):
+            links = [topology.link(rank, r) for r in groups.replicas(rank) if r != rank]
+            total = found.sent_host[rank] + found.sent_cross[rank]
+            share = links.count(Link.HOST) / len(links)
+            assert found.sent_host[rank] == pytest.approx(share * total)
 
 
 def test_imbalance_is_the_largest_over_the_mean() -> None:

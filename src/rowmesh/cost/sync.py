@@ -70,11 +70,10 @@ def expect_table_sync(
 @functools.lru_cache(maxsize=64)
 def _share_near(groups: Groups, topology: Topology) -> Floats:
     """Of every rank, the share of its other replicas that is on its host."""
-    found = []
-    for rank in range(groups.world):
-        others = [r for r in groups.replicas(rank) if r != rank]
-        found.append(sum(topology.host(r) == topology.host(rank) for r in others) / len(others))
-    return np.array(found)
+    ranks = np.arange(groups.world)
+    places = ranks % groups.size if groups.layout == "contiguous" else ranks // groups.count
+    pairs = places * topology.hosts + ranks // topology.local  # replicas on one host have the same
+    return np.asarray((np.bincount(pairs)[pairs] - 1) / (groups.count - 1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,8 +37,8 @@ def plan_in_groups(
 ) -> Grouped:
     """The best plan found in shard groups of ``mesh``, with its hot rows.
 
-    Tables pinned to groups of another size are placed apart, those of larger groups first; links
-    and memory that these take are not free for the others.
+    Tables pinned to groups of another size are placed apart, those of larger groups first, each in
+    the memory that those before leave on the fullest rank.
 
     Raises:
         PlanError: If groups are not possible, no placement obeys the constraints, or none fits.
