@@ -17,7 +17,7 @@ from rowmesh.errors import (
 from rowmesh.features import Batch, JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from rowmesh.nn import EmbeddingBagCollection, EmbeddingCollection
 from rowmesh.optim import SGD, Adagrad, Adam, MomentumScaledRowwiseAdagrad, RowwiseAdagrad
-from rowmesh.placement import Plan, load_plan, save_plan
+from rowmesh.placement import Plan, Sync, load_plan, save_plan
 from rowmesh.planners import Constraints, Pin, make_plan
 from rowmesh.runtime.export import full_state_dict
 from rowmesh.runtime.export_files import export_safetensors
@@ -64,6 +64,7 @@ __all__ = [
     "RowwiseAdagrad",
     "Stats",
     "StepError",
+    "Sync",
     "Topology",
     "Tracing",
     "change_tiers",

@@ -23,7 +23,7 @@ from rowmesh.placement import Plan, load_plan, save_plan
 from rowmesh.placement.diff import diff_plans
 from rowmesh.placement.document import plan_to_json
 from rowmesh.placement.text import render_why
-from rowmesh.planners import plan_tables
+from rowmesh.planners import parse_sync, plan_tables
 from rowmesh.topology import Topology
 from rowmesh.train.config import RunConfig
 from rowmesh.train.machine import measure_memory
@@ -109,6 +109,24 @@ def plan_command(
             "recipe's."
         ),
     ] = None,
+    groups: Annotated[
+        str | None,
+        typer.Option(
+            help="Ranks in a shard group, which holds one copy of the tables: off for all ranks, "
+            "auto for the number with the shortest step, or the number; default the recipe's."
+        ),
+    ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(help="Of groups: auto, contiguous or strided; default the recipe's."),
+    ] = None,
+    sync: Annotated[
+        str | None,
+        typer.Option(
+            help="How replicas of groups are kept together: gradients, weights:4 (every 4 steps), "
+            "weights:4:dense, or moments-first:4; default the recipe's."
+        ),
+    ] = None,
     profile: Annotated[
         Path | None,
         typer.Option(help="Accesses that rowmesh profile counted; else ids are assumed Zipf."),
@@ -138,15 +156,20 @@ def plan_command(
         limit, said = _memory(memory_per_rank, hosts, ranks_per_host)
         topology = Topology(hosts=hosts, local=ranks_per_host, memory_bytes=limit)
         known = Knowledge(
-            tiers=tiers, profile=None if profile is None else str(profile), topology=topology
+            tiers=tiers,
+            profile=None if profile is None else str(profile),
+            groups=groups,
+            layout=layout,
+            sync=sync,
+            calibration=None if calibration is None else str(calibration),
+            topology=topology,
         )
         sizes = {"--tables": tables, "--dim": dim, "--cap": cap}
         workload = _workload(
             source, sizes, batch=batch, alpha=alpha, knowledge=known, settings=settings or ()
         )
         chosen = workload.settings
-        file = chosen.topology if calibration is None else calibration
-        rates, cost = _speeds(file, topology, workload)
+        rates, cost = _speeds(chosen.topology, topology, workload)
         with _bar() as on_progress:
             plan = plan_tables(
                 workload.tables,
@@ -161,6 +184,9 @@ def plan_command(
                 allow_inexact=chosen.allow_inexact,
                 tiers=chosen.tiers,
                 cost=cost,
+                groups=chosen.groups,
+                layout=chosen.layout,
+                sync=parse_sync(chosen.sync),
                 on_progress=on_progress,
             )
         if out is not None:
@@ -214,7 +240,7 @@ def _workload(
 
 
 def _speeds(
-    calibration: Path | str | None, topology: Topology, workload: Workload
+    calibration: str | None, topology: Topology, workload: Workload
 ) -> tuple[Rates | None, DenseCost | None]:
     """Of the cluster, and of the model's dense layers on it; None where nothing is known."""
     if calibration is None:

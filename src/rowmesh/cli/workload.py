@@ -28,25 +28,32 @@ _POOLINGS: Final = ("sum", "mean", "none")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Knowledge:
-    """What accesses are told from: a profile, else counted batches if hot rows are wanted.
+    """What is given instead of a recipe's settings.
 
-    Otherwise ids are assumed Zipf.
+    Accesses are told from a profile, else counted batches if hot rows are wanted; otherwise ids are
+    assumed Zipf.
 
     Args:
         tiers: Hot rows: off, auto, or hot:K; None for the recipe's.
         profile: A file of `rowmesh profile`; None for the recipe's.
+        groups, layout, sync: Shard groups, as of a `PlanConfig`; None for the recipe's.
+        calibration: A topology.json of `rowmesh calibrate`; None for the recipe's.
         topology: Whose rank 0 the batches are of.
     """
 
     tiers: str | None = None
     profile: str | None = None
+    groups: str | None = None
+    layout: str | None = None
+    sync: str | None = None
+    calibration: str | None = None
     topology: Topology = field(default_factory=Topology)
 
     def within(self, settings: PlanConfig) -> PlanConfig:
         """A recipe's settings with what is given here."""
-        tiers = settings.tiers if self.tiers is None else self.tiers
-        profile = settings.profile if self.profile is None else self.profile
-        return dataclasses.replace(settings, tiers=tiers, profile=profile)
+        names = ("tiers", "profile", "groups", "layout", "sync")
+        given = {name: getattr(self, name) for name in names} | {"topology": self.calibration}
+        return dataclasses.replace(settings, **{k: v for k, v in given.items() if v is not None})
 
 
 _ASSUMED: Final = Knowledge()
@@ -57,8 +64,8 @@ class Workload:
     """Tables not yet placed, what a batch asks of them, and what goes with them.
 
     ``dense`` holds the elements of each dense gradient bucket. ``work`` is the flops and parameters
-    of the dense layers, counted where hot rows depend on it and there is a model. ``settings`` and
-    ``sparse``, the update rule, are a recipe's.
+    of the dense layers, counted where hot rows or groups depend on it and there is a model.
+    ``settings`` and ``sparse``, the update rule, are a recipe's.
     """
 
     tables: tuple[TablePlan, ...]
@@ -76,6 +83,7 @@ def workload_of_run(config: RunConfig, *, knowledge: Knowledge = _ASSUMED) -> Wo
     tables, dense = blank_tables(model)
     settings = knowledge.within(config.plan)
     has_hot_rows = parse_tiers(settings.tiers) != 0
+    depends = has_hot_rows or (settings.groups == "auto" and settings.topology is not None)
     if settings.profile is None and not has_hot_rows:
         stats = assume_stats(model, config.data)
     else:
@@ -85,7 +93,7 @@ def workload_of_run(config: RunConfig, *, knowledge: Knowledge = _ASSUMED) -> Wo
         stats=stats,
         dense=dense,
         constraints=config.plan.constraints,
-        work=count_work(config, knowledge.topology) if has_hot_rows else None,
+        work=count_work(config, knowledge.topology) if depends else None,
         settings=settings,
         sparse=config.optimiser.sparse,
     )
@@ -152,7 +160,7 @@ def _of_document(document: Any, batch_size: int, alpha: float, knowledge: Knowle
         tables=tuple(blank_table(config) for config in configs),
         stats=stats,
         constraints=parse_constraints(document.get("constraints", {})),
-        settings=dataclasses.replace(PlanConfig(), tiers=knowledge.tiers or "off"),
+        settings=dataclasses.replace(knowledge, profile=None).within(PlanConfig()),
     )
 
 

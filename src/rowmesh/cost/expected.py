@@ -1,35 +1,31 @@
-"""Expected bytes and work of a table, of the dense layers and of a plan, from statistics alone.
+"""Expected bytes and work of a table, from statistics alone.
 
 The formulas are those of docs/planner.md. Planners compare them; `predict` counts exactly, but
 needs the batches.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rowmesh.cost.buckets import expect_dense, sum_elements
 from rowmesh.cost.host_copies import expect_host_copies
-from rowmesh.cost.load import LINES, Load, Part, lay, no_load
+from rowmesh.cost.load import LINES, Load, Part, lay, lay_groups, no_load, spread
 from rowmesh.cost.rates import Rates, RowCost
 from rowmesh.errors import PlanError
-from rowmesh.placement import Copies, Exchange, Plan, TablePlan, hot_ids
+from rowmesh.placement import Copies, Exchange, TablePlan, hot_ids
 from rowmesh.placement.columns import num_blocks
+from rowmesh.placement.groups import Groups
 from rowmesh.placement.memory import RULE_STATES, RuleState
 from rowmesh.stats import Accesses
 from rowmesh.topology import Topology
 
 __all__ = [
-    "bucket_sizes",
     "expect_alike",
-    "expect_dense",
     "expect_hot",
-    "expect_parts",
-    "expect_plan",
     "expect_table",
-    "expect_tables",
-    "sum_elements",
 ]
 
 _ID = 4.0
@@ -76,6 +72,8 @@ def expect_table(
     state: RuleState = _ROWWISE,
     rates: Rates = _RATES,
     tree: str = "flat",
+    groups: Groups | None = None,
+    steps_apart: bool = False,
 ) -> Load:
     """What one table adds to every rank's bytes and work in a training step.
 
@@ -96,24 +94,38 @@ def expect_table(
     Hot rows are copies whose gradients the owners of the rest add up, or copies per host
     (`expect_host_copies`); q, d and U are parted by the accesses of single rows.
 
+    With shard ``groups`` each is a mesh of its own, but for hot rows on every rank, whose sums are
+    made at the owners' places of all groups. U is of all ranks, or of a group if groups step apart,
+    each by its own gradients. Their sync is not counted (`rowmesh.cost.sync`).
+
     Raises:
         PlanError: If all of the table has copies per host.
         InputError: If it has hot rows, and the accesses of single rows are not known.
     """
-    total = no_load(topology.world)
+    world = topology.world
+    groups = groups or Groups(world=world, size=world)
+    shape, total = groups.shape(topology), no_load(world)
     for tier, rows in table.hot:
         hot, accesses = accesses.part(hot_ids(rows, where=f"table {table.name!r}"))
         if tier.copies is Copies.HOST:
-            total += expect_host_copies(
-                table, tier, hot, rows.count, topology=topology, rates=rates
-            )
+            load = expect_host_copies(table, tier, hot, rows.count, topology=shape, rates=rates)
+            total += spread(load, groups)
             continue
         total += expect_hot(
-            table, hot, rows.count, tier.sums, topology=topology, rates=rates, tree=tree
+            table,
+            hot,
+            rows.count,
+            tier.sums,
+            topology=topology,
+            rates=rates,
+            tree=tree,
+            groups=groups,
         )
     rest = replace(table, tiers=table.tiers[-1:])
-    parts = expect_parts(rest, accesses, topology=topology, state=state, rates=rates)
-    total += lay(parts, table.rest.ranks, topology=topology)
+    stepped = groups.size if steps_apart else world
+    numbers = _use(table, accesses, stepped)
+    parts = _parts(rest, numbers, shape, state, rates)
+    total += lay_groups(parts, table.rest.ranks, groups=groups, topology=topology)
     if table.rest.sums == "dense":
         total += _dense_sums(table, table.num_embeddings, topology, tree)
     return total
@@ -128,6 +140,7 @@ def expect_hot(
     topology: Topology,
     rates: Rates = _RATES,
     tree: str = "flat",
+    groups: Groups | None = None,
 ) -> Load:
     """What ``count`` hot rows of a table add, whose accesses these are.
 
@@ -137,9 +150,12 @@ def expect_hot(
     _, q, d, b, union = _use(table, accesses, topology.world)
     use = _Use(float(count), q, d, b, union, float(table.trainable), 0.0)
     widths = [last - first for first, last in table.columns()]
-    owners = len(table.rest.ranks) // len(widths)
+    groups = groups or Groups(world=topology.world, size=topology.world)
+    ranks = np.array([groups.move(table.rest.ranks, m) for m in range(groups.count)])
+    adders = ranks.reshape(groups.count, len(widths), -1).swapaxes(0, 1)  # [piece, group, owner]
+    owners = adders.size // len(widths)
     parts = [_copies(table, use, topology, owners, rates.row_cost(width), sums) for width in widths]
-    total = lay(parts, table.rest.ranks, topology=topology)
+    total = lay(parts, adders.ravel().tolist(), topology=topology)
     return total + _dense_sums(table, count, topology, tree) if sums == "dense" else total
 
 
@@ -147,34 +163,6 @@ def _dense_sums(table: TablePlan, count: int, topology: Topology, tree: str) -> 
     elements = sum_elements(table, count)
     load = expect_dense(elements, topology=topology, tree=tree)
     return replace(load, kinds=frozenset({"hot dense"} if elements else ()))
-
-
-def sum_elements(table: TablePlan, count: int) -> int:
-    """Numbers that travel for dense sums: of every piece a row's gradient, and a flag."""
-    return count * (table.embedding_dim + len(table.columns())) if table.trainable else 0
-
-
-def bucket_sizes(plan: Plan) -> tuple[int, ...]:
-    """Elements of each dense bucket, and of the hot rows that ride in the last."""
-    lines = 0
-    for table in plan.tables:
-        for tier in table.tiers:
-            if tier.sums == "bucket":
-                count = table.num_embeddings if tier.rows == "rest" else tier.rows.count
-                lines += sum_elements(table, count)
-    return (*plan.dense[:-1], plan.dense[-1] + lines) if plan.dense else (lines,) * bool(lines)
-
-
-def expect_parts(
-    table: TablePlan,
-    accesses: Accesses,
-    *,
-    topology: Topology,
-    state: RuleState = _ROWWISE,
-    rates: Rates = _RATES,
-) -> list[Part]:
-    """`expect_table` by column piece, before it is laid on ranks: only their number counts."""
-    return _parts(table, _use(table, accesses, topology.world), topology, state, rates)
 
 
 def expect_alike(
@@ -185,7 +173,7 @@ def expect_alike(
     state: RuleState = _ROWWISE,
     rates: Rates = _RATES,
 ) -> list[Part]:
-    """`expect_parts` of many tables at once, which differ in names, rows and accesses only.
+    """Column pieces of many tables, which differ in names, rows and accesses only, not yet laid.
 
     Every number of a part is an array over ``tables``, every line ``[9, tables]``.
     """
@@ -315,57 +303,3 @@ def _copies(
     if sums != "sparse":  # lines of all rows are blanked and added, of touched ones put and taken
         base[8] += use.trained * 2.0 * (use.rows + use.union) * cost.lookup_s
     return Part(kind, base, near, use.zeros(), owner, 0.0 * use.q)
-
-
-def expect_dense(elements: int, *, topology: Topology, tree: str = "flat") -> Load:
-    """What dense buckets of so many elements in all add to every rank's bytes.
-
-    flat: a chunk to every rank and its sum back, 2 (W - 1) / W of 4 x elements. host-first: in
-    the host 4 x elements (L - 1) / L, across 2 (H - 1) / H of 4 x elements / L, in the host again.
-    """
-    hosts, local, size = topology.hosts, topology.local, 4.0 * elements
-    load = no_load(topology.world)
-    if tree == "host-first":
-        links = [2.0 * size * (local - 1) / local] * 2
-        links += [2.0 * size / local * (hosts - 1) / hosts] * 2
-    else:
-        share = 2.0 * size / topology.world
-        links = [share * (local - 1)] * 2 + [share * (topology.world - local)] * 2
-    load.values[:4] += np.array(links)[:, None]
-    load.values[4:8] = load.values[:4]
-    return Load(load.values, frozenset({"dense"} if elements else ()))
-
-
-def expect_tables(
-    plan: Plan,
-    accesses: Mapping[str, Accesses],
-    *,
-    state: RuleState = _ROWWISE,
-    rates: Rates = _RATES,
-) -> Load:
-    """The sum over the plan's tables."""
-    topology = plan.mesh.topology
-    total = no_load(topology.world)
-    for table in plan.tables:
-        total += expect_table(
-            table,
-            accesses[table.name],
-            topology=topology,
-            state=state,
-            rates=rates,
-            tree=plan.tree,
-        )
-    return total
-
-
-def expect_plan(
-    plan: Plan,
-    accesses: Mapping[str, Accesses],
-    *,
-    state: RuleState = _ROWWISE,
-    rates: Rates = _RATES,
-) -> Load:
-    """The sum over the plan's tables and its dense buckets."""
-    elements = sum(bucket_sizes(plan))
-    dense = expect_dense(elements, topology=plan.mesh.topology, tree=plan.tree)
-    return dense + expect_tables(plan, accesses, state=state, rates=rates)

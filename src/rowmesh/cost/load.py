@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rowmesh.placement.groups import Groups
 from rowmesh.topology import Topology
 
-__all__ = ["LINES", "Load", "Part", "lay", "no_load"]
+__all__ = ["LINES", "Load", "Part", "imbalance", "lay", "lay_groups", "no_load", "spread"]
 
 Floats = NDArray[np.float64]
 LINES = 9  # of a load: 4 links, the gradients' part of each, work
@@ -28,13 +29,17 @@ class Load:
             backward of the dense layers; seconds of work on ids and rows.
         kinds: The exchanges that take place: rows, pooled, relayed, copies, hot dense, host
             copies, squares, dense.
+        rounds: Messages of a replica sync that wait for each other, mean over steps; all tables
+            share them.
     """
 
     values: Floats
     kinds: frozenset[str] = frozenset()
+    rounds: float = 0.0
 
     def __add__(self, other: "Load") -> "Load":
-        return Load(self.values + other.values, self.kinds | other.kinds)
+        rounds = max(self.rounds, other.rounds)
+        return Load(self.values + other.values, self.kinds | other.kinds, rounds)
 
     @property
     def sent_host(self) -> Floats:
@@ -60,6 +65,12 @@ class Load:
     def work(self) -> Floats:
         """Seconds each rank works on ids and rows."""
         return np.asarray(self.values[8])
+
+
+def imbalance(amounts: Sequence[float] | Floats) -> float:
+    """The largest amount over the mean: 1 if all ranks have the same, or none has any."""
+    mean = float(np.mean(amounts))
+    return float(np.max(amounts)) / mean if mean > 0.0 else 1.0
 
 
 def no_load(world: int) -> Load:
@@ -106,6 +117,49 @@ def lay(parts: Sequence[Part], ranks: Sequence[int], *, topology: Topology) -> L
         _mind_neighbours(load.values, places, squares, topology.local)
     kinds = {part.kind for part in parts} | ({"squares"} if squares.any() else set())
     return Load(load.values, frozenset(kinds - {""}))
+
+
+def lay_groups(
+    parts: Sequence[Part], ranks: Sequence[int], *, groups: Groups, topology: Topology
+) -> Load:
+    """`lay` in every shard group; ``ranks`` are of the first, the parts of its shape."""
+    if groups.count == 1:
+        return lay(parts, ranks, topology=topology)
+    places = np.array([groups.place(rank) for rank in ranks])
+    inside = lay(parts, places.tolist(), topology=groups.shape(topology))
+    total = spread(inside, groups)
+    if groups.layout == "strided" and topology.local % groups.count:
+        for members in map(groups.members, range(groups.count)):
+            _mind_hosts(total.values, parts, np.array(members), places, topology.local)
+    return total
+
+
+def spread(inside: Load, groups: Groups) -> Load:
+    """The load of one group on the ranks of all."""
+    ranks = np.arange(groups.world)
+    places = ranks % groups.size if groups.layout == "contiguous" else ranks // groups.count
+    return Load(inside.values[:, places], inside.kinds, inside.rounds)
+
+
+def _mind_hosts(
+    values: Floats,
+    parts: Sequence[Part],
+    members: NDArray[np.int64],
+    places: NDArray[np.int64],
+    local: int,
+) -> None:
+    """Messages of a group that stay inside a host, of parts laid as if no two ranks shared one."""
+    for part, owners in zip(parts, members[places].reshape(len(parts), -1), strict=True):
+        for owner in owners:
+            beside = members[(members // local == owner // local) & (members != owner)]
+            for first in (0, 4):
+                there, again = part.base[first + 2 : first + 4] / len(owners)
+                moved = np.array([there, again, -there, -again])
+                values[first : first + 4, beside] += moved[:, None]
+                values[first : first + 4, owner] += len(beside) * moved[[1, 0, 3, 2]]
+    squares = np.array([part.squares for part in parts])
+    if squares.any():
+        _mind_neighbours(values, members[places].reshape(len(parts), -1), squares, local)
 
 
 def _mind_neighbours(

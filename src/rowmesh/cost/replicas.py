@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rowmesh.cost.pieces import Piece, Traffic, cold_ids_of, host_copies_of, set_words
+from rowmesh.cost.pieces import Piece, Traffic, cold_ids_of, host_copies_of, ids_of, set_words
 from rowmesh.features import KeyedJaggedTensor
 from rowmesh.placement import Sync, hot_ids
 from rowmesh.placement.groups import Groups
@@ -22,6 +22,7 @@ __all__ = ["add_replica_sync"]
 
 Ints = NDArray[np.int64]
 Batches = Sequence[KeyedJaggedTensor]
+_Asked = dict[str, tuple[Ints, Ints]]  # by table
 
 
 def add_replica_sync(
@@ -93,13 +94,20 @@ class _Touched:
     @staticmethod
     def of(pieces: Sequence[Piece], steps: Sequence[Batches], shape: Topology) -> "_Touched":
         groups = pieces[0].groups
-        found = []
+        places, found = range(groups.size), []
         for ranks in map(groups.members, range(groups.count)):
             batches = [step[rank] for step in steps for rank in ranks]
-            found.append([_slots(pieces, place, batches, shape) for place in range(groups.size)])
-        places = range(groups.size)
-        sizes = [_num_home(pieces, p) + len(_copies(pieces, p, (), shape)[0]) for p in places]
+            asked = {piece.table.name: _asked(piece, batches) for piece in pieces}
+            found.append([_slots(pieces, place, asked, shape) for place in places])
+        sizes = [_num_home(pieces, p) + len(_copies(pieces, p, {}, shape)) for p in places]
         return _Touched(groups, sizes, [_num_hot(pieces, p) for p in places], found)
+
+
+def _asked(piece: Piece, batches: Batches) -> tuple[Ints, Ints]:
+    """Distinct rows of a piece that batches ask for: those that are not hot, and all."""
+    cold = [cold_ids_of(piece.table, batch)[0] for batch in batches]
+    every = [ids_of(piece.table, batch)[0] for batch in batches]
+    return np.unique(np.concatenate(cold)), np.unique(np.concatenate(every))
 
 
 def _owner(piece: Piece, place: int) -> int | None:
@@ -121,36 +129,33 @@ def _num_hot(pieces: Sequence[Piece], place: int) -> int:
     return total
 
 
-def _slots(pieces: Sequence[Piece], place: int, batches: Batches, shape: Topology) -> Ints:
-    """Slots of a place that the batches of its group touch: its regions piece after piece."""
+def _slots(pieces: Sequence[Piece], place: int, asked: _Asked, shape: Topology) -> Ints:
+    """Slots of a place that its group touches: its regions piece after piece, then its copies."""
     start, found = 0, list[Ints]()
     for piece in pieces:
         homes, owner = piece.table.homes(), _owner(piece, place)
         if owner is None:
             continue
-        ids = np.unique(np.concatenate([cold_ids_of(piece.table, b)[0] for b in batches]))
+        ids = asked[piece.table.name][0]
         found.append(start + homes.slots(ids[homes.owners(ids) == owner]))
         start += homes.num_slots(owner)
-    is_touched = _copies(pieces, place, batches, shape)[1]
-    found.append(start + np.flatnonzero(is_touched))
+    found.append(start + np.flatnonzero(_copies(pieces, place, asked, shape)))
     return np.concatenate(found)
 
 
 def _copies(
-    pieces: Sequence[Piece], place: int, batches: Batches, shape: Topology
-) -> tuple[Ints, NDArray[np.bool_]]:
-    """The rows a place holds for its host, by home, piece and tier; which the batches touch."""
-    rows, touched = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=bool)]
+    pieces: Sequence[Piece], place: int, asked: _Asked, shape: Topology
+) -> NDArray[np.bool_]:
+    """Of the rows that a place holds for its host, by home, piece and tier: which are asked for."""
+    touched = [np.empty(0, dtype=bool)]
     for home in range(shape.world):
         for piece in pieces:
             owner, homes = _owner(piece, home), piece.table.homes()
             for copy in () if owner is None else host_copies_of(piece):
                 is_mine = copy.holders(copy.rows, shape) == place % shape.local
                 mine = copy.rows[is_mine & (homes.owners(copy.rows) == owner)]
-                asked = [copy.touched(batch) for batch in batches]
-                rows.append(mine)
-                touched.append(np.isin(mine, np.concatenate([mine[:0], *asked])))
-    return np.concatenate(rows), np.concatenate(touched)
+                touched.append(np.isin(mine, asked.get(piece.table.name, (mine, mine))[1]))
+    return np.concatenate(touched)
 
 
 def _add_sparse(

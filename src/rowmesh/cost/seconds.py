@@ -7,9 +7,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rowmesh.cost.expected import bucket_sizes, expect_dense, expect_tables
-from rowmesh.cost.load import Load
+from rowmesh.cost.buckets import bucket_sizes, expect_dense
+from rowmesh.cost.load import Load, no_load
 from rowmesh.cost.rates import DenseCost, Rates
+from rowmesh.cost.totals import expect_sync, expect_tables
 from rowmesh.placement import Plan
 from rowmesh.placement.memory import RULE_STATES, RuleState
 from rowmesh.stats import Accesses
@@ -59,21 +60,24 @@ def _link_seconds(
     return np.stack([near, (cards / rates.cross_bytes_per_s).repeat(topology.local)])
 
 
-def latency_seconds(kinds: Iterable[str], *, topology: Topology, rates: Rates) -> float:
+def latency_seconds(
+    kinds: Iterable[str], *, topology: Topology, rates: Rates, rounds: float = 0.0
+) -> float:
     """The latencies of a step: all tables of a kind share its messages, so each kind counts once.
 
-    One rank alone has none. Sums of dense buckets overlap with each other and count none.
+    One rank alone has none. Sums of dense buckets overlap with each other and count none. A replica
+    sync adds its ``rounds``.
     """
     if topology.world == 1:
         return 0.0
     latency = rates.cross_latency_s if topology.hosts > 1 else rates.host_latency_s
-    return latency * (1 + sum(_ROUNDS[kind] for kind in set(kinds)))
+    return latency * (1 + rounds + sum(_ROUNDS[kind] for kind in set(kinds)))
 
 
 def step_seconds(load: Load, *, topology: Topology, rates: Rates) -> float:
     """Seconds of tables and sums, none hidden: the busiest rank's, and the latencies."""
     busiest = float(rank_seconds(load.values, topology=topology, rates=rates).max())
-    return busiest + latency_seconds(load.kinds, topology=topology, rates=rates)
+    return busiest + latency_seconds(load.kinds, topology=topology, rates=rates, rounds=load.rounds)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +90,7 @@ class StepTime:
         forward_s: Ids and vectors on their way; nothing hides them.
         gradients_s: Gradients on their way, as far as they outlast the backward.
         latency_s: Latencies, and the fixed part of a step.
+        sync_s: Messages between replicas of tables, mean over steps; nothing hides them.
     """
 
     rows_s: float
@@ -93,11 +98,13 @@ class StepTime:
     forward_s: float
     gradients_s: float
     latency_s: float
+    sync_s: float = 0.0
 
     @property
     def total_s(self) -> float:
         """Of the step."""
-        return self.rows_s + self.dense_s + self.forward_s + self.gradients_s + self.latency_s
+        exchange = self.forward_s + self.gradients_s + self.sync_s
+        return self.rows_s + self.dense_s + exchange + self.latency_s
 
 
 def step_time(
@@ -108,6 +115,7 @@ def step_time(
     rates: Rates,
     cost: DenseCost,
     buckets: Sequence[int],
+    sync: Load | None = None,
 ) -> StepTime:
     """The time of a step as the runtime runs it.
 
@@ -124,7 +132,10 @@ def step_time(
         cost: Of this model's dense layers.
         buckets: Elements of each dense bucket, in the order backward completes them; without
             any, ``dense`` is one bucket, ready at the end of backward.
+        sync: Between replicas, from `expect_sync`: the update waits for gradients and squares, and
+            little is left of the step to hide weights under, so that it counts fully.
     """
+    sync = no_load(topology.world) if sync is None else sync
     forward = tables.values[:4] - tables.values[4:8]
     near, across = _link_seconds(forward, topology=topology, rates=rates).max(1)
     back = _link_seconds(tables.values[4:8], topology=topology, rates=rates).max(1)
@@ -139,11 +150,13 @@ def step_time(
         end = max(end, start) + seconds
     kinds = tables.kinds | dense.kinds
     return StepTime(
-        rows_s=float(tables.values[8].max()),
+        rows_s=float((tables.values[8] + sync.values[8]).max()),
         dense_s=cost.total_s,
         forward_s=float(near + across),
         gradients_s=float(back[0] + sums[0] + max(0.0, end - cost.backward_s)),
-        latency_s=rates.fixed_s + latency_seconds(kinds, topology=topology, rates=rates),
+        latency_s=rates.fixed_s
+        + latency_seconds(kinds, topology=topology, rates=rates, rounds=sync.rounds),
+        sync_s=float(_link_seconds(sync.values[:4], topology=topology, rates=rates).max(1).sum()),
     )
 
 
@@ -164,4 +177,5 @@ def plan_time(
         rates=rates,
         cost=cost,
         buckets=sizes,
+        sync=expect_sync(plan, accesses, state=state, rates=rates),
     )

@@ -11,7 +11,7 @@ from rowmesh.errors import PlanError, did_you_mean
 from rowmesh.placement.columns import column_bounds
 from rowmesh.placement.groups import Groups
 from rowmesh.placement.homes import Homes
-from rowmesh.placement.why import HotChoice, Why
+from rowmesh.placement.why import GroupsChoice, HotChoice, Why
 from rowmesh.tables import BYTES_OF, PoolingType, parse_dtype
 from rowmesh.topology import Topology
 
@@ -251,7 +251,8 @@ class Plan:
 
     ``dense`` holds the elements of each dense gradient bucket; ``tree`` is the order in which
     gradients of different ranks are added: ``flat`` (rank order) or ``host-first``. ``hot`` says
-    why a planner chose its hot rows; plans that differ in it alone are equal.
+    why a planner chose its hot rows, ``groups_choice`` its shard groups; plans that differ in these
+    alone are equal.
     """
 
     mesh: MeshShape
@@ -263,6 +264,7 @@ class Plan:
     sync: Sync = field(default_factory=Sync)
     predicted: Predicted = field(default_factory=Predicted)
     hot: HotChoice | None = field(default=None, compare=False)
+    groups_choice: GroupsChoice | None = field(default=None, compare=False)
     version: int = PLAN_VERSION
 
     @property

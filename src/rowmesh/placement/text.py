@@ -13,15 +13,17 @@ def shorten(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
-def _ranks(table: TablePlan, world: int) -> str:
+def _ranks(table: TablePlan, world: int, size: int) -> str:
     ranks = table.rest.ranks
     if len(ranks) == world:
         return "all"
+    if len(ranks) == size and size > 1:
+        return "group"
     text = ",".join(map(str, ranks))
     return text if len(text) <= 10 else f"{len(ranks)} ranks"
 
 
-def _row(table: TablePlan, world: int) -> str:
+def _row(plan: Plan, table: TablePlan, world: int) -> str:
     name, word = shorten(table.name, 24), shorten(table.word, 24)
     local = all(t.copies is Copies.WORLD for t in table.tiers)
     travels = "none" if local else table.exchange.value
@@ -29,8 +31,24 @@ def _row(table: TablePlan, world: int) -> str:
         travels += " no dedup"
     return (
         f"{name:<24} {table.num_embeddings:>13,} {table.embedding_dim:>5} "
-        f"{table.data_type:>4}  {word:<24} {travels:<12} {_ranks(table, world)}"
+        f"{table.data_type:>4}  {word:<24} {travels:<12} "
+        f"{_ranks(table, world, plan.groups(table).size)}"
     )
+
+
+def _groups(plan: Plan) -> list[str]:
+    """What is said of shard groups, if there are several; ranks are those of the first."""
+    if not plan.has_replicas:
+        return []
+    mesh, sync = plan.mesh, plan.sync
+    lines = [
+        f"{mesh.hosts * mesh.local // mesh.group} {mesh.layout} groups, replicas sync {sync.mode} "
+        f"every {sync.period} step{'s' if sync.period > 1 else ''}, {sync.form}"
+    ]
+    if other := {t.name: t.group for t in plan.tables if t.group not in (None, mesh.group)}:
+        text = ", ".join(f"{name} of {size}" for name, size in other.items())
+        lines.append(shorten(f"tables in groups of their own: {text}", 100))
+    return lines
 
 
 def render(plan: Plan, *, max_tables: int = 40) -> str:
@@ -40,10 +58,11 @@ def render(plan: Plan, *, max_tables: int = 40) -> str:
     lines = [
         f"plan for {mesh.hosts} hosts x {mesh.local} ranks, shard groups of {mesh.group}, "
         f"sums {plan.tree}",
+        *_groups(plan),
         f"exactness {label}: {label.meaning}",
         f"{'table':<24} {'rows':>13} {'dim':>5} {'type':>4}  {'split':<24} {'exchange':<12} ranks",
     ]
-    lines += [_row(table, world) for table in plan.tables[:max_tables]]
+    lines += [_row(plan, table, world) for table in plan.tables[:max_tables]]
     lines += _more(plan, max_tables)
     gib = [b / _GIB for b in bytes_per_rank(plan)]
     digits = 2 if max(gib) >= 0.1 else 6
@@ -52,6 +71,8 @@ def render(plan: Plan, *, max_tables: int = 40) -> str:
     lines.append(f"  {shown}{' ...' if len(shown.split()) < world else ''}")
     if plan.hot is not None:
         lines.append(str(plan.hot))
+    if plan.groups_choice is not None:
+        lines.append(str(plan.groups_choice))
     predicted = plan.predicted
     if predicted.host_bytes or predicted.cross_bytes:
         lines.append(

@@ -1,8 +1,10 @@
-"""Why a planner placed a table as it did, and made the rows hot that it did."""
+"""Why a planner placed tables as it did, made the rows hot that it did, and chose its groups."""
 
 from dataclasses import dataclass
 
-__all__ = ["HotChoice", "Why"]
+__all__ = ["GroupCandidate", "GroupsChoice", "HotChoice", "Why"]
+
+_WIDTH = 100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,3 +66,66 @@ class HotChoice:
                 f"{self.best_step_s * 1e3:,.1f} ms instead of {cold:,.1f}"
             )
         return "hot rows: none; no table that can have any was asked for a row"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupCandidate:
+    """Shard groups of one size and layout, and what a planner expects of its plan in them.
+
+    Args:
+        size: N, ranks in a group.
+        layout: contiguous or strided.
+        host_bytes, cross_bytes: Sent by a rank in a step inside its host and across, for tables
+            and dense layers; mean over ranks.
+        sync_host_bytes, sync_cross_bytes: The same of the sync of replicas; mean over steps.
+        work_imbalance, bytes_imbalance: Largest over mean, over ranks: seconds of work on ids and
+            rows, bytes sent.
+        memory_bytes: Rows and state on the fullest rank.
+        step_s: Seconds of a step.
+        note: Why it could not be planned, if so.
+        is_chosen: Whether the plan is this one.
+    """
+
+    size: int
+    layout: str
+    host_bytes: float = 0.0
+    cross_bytes: float = 0.0
+    sync_host_bytes: float = 0.0
+    sync_cross_bytes: float = 0.0
+    work_imbalance: float = 1.0
+    bytes_imbalance: float = 1.0
+    memory_bytes: int = 0
+    step_s: float = 0.0
+    note: str = ""
+    is_chosen: bool = False
+
+    def line(self) -> str:
+        """A row of the table of a `GroupsChoice`."""
+        first = f"{'*' if self.is_chosen else ' '} {self.size:>5} {self.layout:<10}"
+        if self.note:
+            room = _WIDTH - len(first) - 1
+            return (
+                f"{first} {self.note if len(self.note) <= room else self.note[: room - 3] + '...'}"
+            )
+        exchange = f"{self.host_bytes / 1e6:>10.2f} {self.cross_bytes / 1e6:>9.2f}"
+        sync = f"{self.sync_host_bytes / 1e6:>9.2f} {self.sync_cross_bytes / 1e6:>9.2f}"
+        even = f"{self.work_imbalance:>6.2f} {self.bytes_imbalance:>6.2f}"
+        gib, ms = self.memory_bytes / (1 << 30), self.step_s * 1e3
+        return f"{first} {exchange} {sync} {even} {gib:>9.4f} {ms:>10.3f}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupsChoice:
+    """Why a plan has shard groups of its size: every candidate; the least ms win."""
+
+    candidates: tuple[GroupCandidate, ...]
+
+    def __str__(self) -> str:
+        lines = [
+            "why this N: MB sent by a rank and step inside hosts and across, by exchange and by "
+            "sync;",
+            "largest over mean of work and of bytes; GiB of the fullest rank; ms of a step",
+            f"{'N':>7} {'layout':<10} {'exchange':>10} {'across':>9} {'sync':>9} {'across':>9} "
+            f"{'work':>6} {'bytes':>6} {'GiB':>9} {'ms':>10}",
+        ]
+        return "\n".join([*lines, *(one.line() for one in self.candidates)])

@@ -1,22 +1,21 @@
 """`make_plan`: from a model's tables, a topology and statistics to a plan."""
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Final
 
 from torch import nn
 
-from rowmesh.cost import DenseCost, Load, Rates, expect_dense, expect_plan, step_seconds
-from rowmesh.errors import InputError, PlanError, did_you_mean
-from rowmesh.placement import MeshShape, Plan, Predicted, TablePlan
+from rowmesh.cost import DenseCost, Load, Rates, expect_plan, step_seconds
+from rowmesh.errors import InputError, PlanError
+from rowmesh.placement import Plan, Predicted, Sync, TablePlan
 from rowmesh.placement.dense import bucket_elements
-from rowmesh.placement.memory import RULE_STATES
+from rowmesh.placement.memory import rule_state
 from rowmesh.planners.constraints import Constraints
-from rowmesh.planners.greedy import Greedy
-from rowmesh.planners.options import Wishes, enumerate_units
-from rowmesh.planners.reasons import explain
-from rowmesh.planners.tally import Tally
-from rowmesh.planners.tiers import NO_DENSE, HotRows, parse_tiers
+from rowmesh.planners.groups import choose_groups, list_meshes
+from rowmesh.planners.options import Wishes
+from rowmesh.planners.placing import Problem
+from rowmesh.planners.tiers import parse_tiers
 from rowmesh.stats import Stats
 from rowmesh.tables import (
     PoolingType,
@@ -30,6 +29,8 @@ from rowmesh.tables import (
 from rowmesh.topology import Topology
 
 __all__ = ["blank_table", "blank_tables", "make_plan", "plan_tables"]
+
+_GRADIENTS: Final = Sync()
 
 
 def make_plan(
@@ -47,6 +48,9 @@ def make_plan(
     allow_inexact: bool = False,
     tiers: str = "off",
     cost: DenseCost | None = None,
+    groups: str | int = "off",
+    layout: str = "auto",
+    sync: Sync = _GRADIENTS,
     on_progress: Callable[[float], None] = lambda share: None,
 ) -> Plan:
     """A plan for ``model`` on ``topology``, by reading its table configurations only.
@@ -63,13 +67,17 @@ def make_plan(
         batch_size: Samples per rank, where ``stats`` are not given.
         constraints: Pins, tables kept together, a cap on the bytes of a rank.
         rates: How fast the cluster is; the plan then predicts the seconds of a step too.
-        sparse: Update rule of the tables, whose state takes memory: rowwise_adagrad, adagrad,
-            adam or sgd.
+        sparse: Update rule of the tables, whose state takes memory: rowwise_adagrad,
+            momentum_scaled_rowwise_adagrad, adagrad, adam or sgd.
         allow_inexact: Whether ``auto`` may choose `pooled` for row-wise tables.
         tiers: Hot rows, copied to every rank: ``off``, ``auto`` (as many as make a step shortest),
             or ``hot:K`` (K over all tables). Needs ``stats`` of counted batches.
         cost: Of the model's dense layers on the cluster, under which gradients travel; they
             count as nothing if it is not given.
+        groups: Ranks in a shard group, over which one copy of the tables is spread: ``off`` (all
+            ranks), ``auto`` (the number that makes a step shortest), or the number itself.
+        layout: Of groups: contiguous, strided, or ``auto`` for the better one.
+        sync: How replicas are kept together where there are several groups.
         on_progress: Called now and then with the share of the work done, from 0 to 1.
 
     Raises:
@@ -92,6 +100,9 @@ def make_plan(
         allow_inexact=allow_inexact,
         tiers=tiers,
         cost=cost,
+        groups=groups,
+        layout=layout,
+        sync=sync,
         on_progress=on_progress,
     )
 
@@ -111,11 +122,12 @@ def plan_tables(
     allow_inexact: bool = False,
     tiers: str = "off",
     cost: DenseCost | None = None,
+    groups: str | int = "off",
+    layout: str = "auto",
+    sync: Sync = _GRADIENTS,
     on_progress: Callable[[float], None] = lambda share: None,
 ) -> Plan:
     """Fill in the tiers and exchanges of ``tables``; `make_plan` for tables without a model."""
-    if sparse not in RULE_STATES:
-        raise InputError(f"unknown update rule {sparse!r}{did_you_mean(sparse, RULE_STATES)}")
     count = parse_tiers(tiers)
     if count != 0 and all(accesses.heat is None for accesses in stats.tables.values()):
         raise InputError(
@@ -125,53 +137,26 @@ def plan_tables(
     names = [table.name for table in tables]
     if twice := sorted({n for n in names if names.count(n) > 1}):
         raise PlanError(f"tables planned more than once: {twice}")
-    wishes = Wishes(split=split, exchange=exchange, dedup=dedup, allow_inexact=allow_inexact)
     constraints = constraints or Constraints()
-    units = enumerate_units(
-        tables, topology, accesses=stats.tables, wishes=wishes, constraints=constraints
-    )
-    tree = "host-first" if topology.hosts > 1 and topology.local > 1 else "flat"
-    fixed = expect_dense(sum(dense), topology=topology, tree=tree)
-    state, limit = RULE_STATES[sparse], _limit(topology, constraints)
-    tally = Tally(topology, rates=rates or Rates(), limit=limit, fixed=fixed)
-    greedy = Greedy(units, tally, state=state, on_progress=on_progress)
-    placed = greedy.place()
-    reasons = explain(greedy, tally, [where for _, where in placed])
-    chosen = {
-        table.name: replace(table, why=why)
-        for (unit, where), why in zip(placed, reasons, strict=True)
-        for table in where.draft.option.place_all(unit.tables, where.ranks)
-    }
-    found = tuple(chosen[name] for name in names)
-    on_progress(1.0)
-    plan = Plan(
-        mesh=MeshShape(hosts=topology.hosts, local=topology.local, group=topology.world),
-        tables=found,
+    problem = Problem(
+        tables=tuple(tables),
+        topology=topology,
+        stats=stats,
         dense=dense,
-        tree=tree,  # type: ignore[arg-type]
-    ).validate()
-    if count != 0:
-        plans = [plan]
-        if split == "auto":  # the rest of tables with hot rows is best spread over all ranks
-            with contextlib.suppress(PlanError):  # pins or memory may forbid it
-                spread = plan_tables(
-                    tables,
-                    topology,
-                    stats=stats,
-                    dense=dense,
-                    split="row_wise",
-                    exchange="rows" if exchange == "auto" else exchange,
-                    dedup=dedup,
-                    constraints=constraints,
-                    rates=rates,
-                    sparse=sparse,
-                )
-                plans.append(spread)
-        hot = HotRows(
-            plans, stats, rates=rates or Rates(), cost=cost or NO_DENSE, state=state, limit=limit
-        )
-        plan = hot.choose(count)
-    total = expect_plan(plan, stats.tables, state=state, rates=rates or Rates())
+        wishes=Wishes(split=split, exchange=exchange, dedup=dedup, allow_inexact=allow_inexact),
+        constraints=constraints,
+        rates=rates or Rates(),
+        state=rule_state(sparse),
+        limit=_limit(topology, constraints),
+        hot=count,
+        cost=cost,
+        sync=sync,
+    )
+    constraints.check(tables, topology)
+    meshes = list_meshes(topology, groups=groups, layout=layout)
+    plan = choose_groups(problem, meshes, on_progress=on_progress)
+    on_progress(1.0)
+    total = expect_plan(plan, stats.tables, state=problem.state, rates=problem.rates)
     return replace(plan, predicted=_predicted(total, topology, rates))
 
 

@@ -2,11 +2,12 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from rowmesh.errors import InputError, PlanError, did_you_mean
 from rowmesh.placement import TablePlan
+from rowmesh.placement.groups import Groups
 from rowmesh.topology import Topology
 
 __all__ = ["EXCHANGES", "SPLITS", "Constraints", "Pin", "parse_constraints"]
@@ -34,6 +35,8 @@ class Pin:
         columns: Column pieces, for column_wise and grid.
         exchange: rows or pooled, also where pooled is not bit-exact.
         dedup: Ask for each distinct row once (`rows` exchange).
+        group: Ranks in its shard groups. With several groups ``ranks`` and ``host`` are of the
+            first.
 
     Raises:
         InputError: If a word is unknown, or fields contradict each other.
@@ -45,6 +48,7 @@ class Pin:
     columns: int | None = None
     exchange: str | None = None
     dedup: bool | None = None
+    group: int | None = None
 
     def __post_init__(self) -> None:
         for what, word, known in (
@@ -53,9 +57,11 @@ class Pin:
         ):
             if word is not None and word not in known:
                 raise InputError(f"unknown {what} {word!r}{did_you_mean(word, known)}")
-        for what in ("host", "columns"):
+        for what in ("host", "columns", "group"):
             if type(getattr(self, what)) not in (int, type(None)):
                 raise InputError(f"{what} is {getattr(self, what)!r}, but must be a whole number")
+        if self.group is not None and self.group < 1:
+            raise InputError(f"group is {self.group}, but must be a number of ranks from 1")
         if self.ranks is not None:
             if any(type(rank) is not int for rank in self.ranks):
                 raise InputError(f"ranks {list(self.ranks)} must be whole numbers")
@@ -120,6 +126,12 @@ class Constraints:
                 raise InputError(f"constraints name table {name!r}{did_you_mean(name, known)}")
         for name, pin in self.pin.items():
             _check_pin(known[name], pin, topology)
+        for group in self.together:
+            if len(sizes := sorted({self.pin_of(n).group for n in group} - {None})) > 1:  # type: ignore[type-var]
+                raise PlanError(
+                    f"tables {', '.join(map(repr, sorted(group)))}, kept together, are pinned to "
+                    f"shard groups of {' and '.join(map(str, sizes))} ranks: pin them alike"
+                )
 
     def allowed(self, name: str, topology: Topology) -> tuple[int, ...]:
         """The ranks that may hold a table's rows."""
@@ -128,6 +140,38 @@ class Constraints:
             first = pin.host * topology.local
             return tuple(range(first, first + topology.local))
         return pin.ranks if pin.ranks is not None else tuple(range(topology.world))
+
+    def group_sizes(self, tables: Sequence[TablePlan], size: int) -> dict[str, int]:
+        """Ranks in the shard groups of each table: as pinned, for it or one kept with it."""
+        found = {table.name: self.pin_of(table.name).group or size for table in tables}
+        for group in self.together:
+            pinned = [p for name in group if (p := self.pin_of(name).group) is not None]
+            found |= dict.fromkeys(group, pinned[0] if pinned else size)
+        return found
+
+    def inside(self, groups: Groups, topology: Topology, names: Sequence[str]) -> "Constraints":
+        """The same for the places of a shard group, of these tables alone.
+
+        Raises:
+            PlanError: If a table is pinned to ranks that the first group does not have.
+        """
+        pins = {name: self.pin[name] for name in names if name in self.pin}
+        together = tuple(group for group in self.together if group[0] in names)
+        if groups.count > 1:
+            pins = {n: self._inside(n, pin, groups, topology) for n, pin in pins.items()}
+        return replace(self, pin=pins, together=together)
+
+    def _inside(self, name: str, pin: Pin, groups: Groups, topology: Topology) -> Pin:
+        if pin.ranks is None and pin.host is None:
+            return pin
+        ranks = self.allowed(name, topology)
+        places = tuple(groups.place(rank) for rank in ranks if groups.group(rank) == 0)
+        if not places or (pin.ranks is not None and len(places) < len(ranks)):
+            raise PlanError(
+                f"table {name!r} is pinned to ranks {list(ranks)}, but the first shard group has "
+                f"{list(groups.members(0))}: pin it there, or its group too"
+            )
+        return replace(pin, ranks=places, host=None)
 
 
 def _check_pin(table: TablePlan, pin: Pin, topology: Topology) -> None:
@@ -170,8 +214,10 @@ def parse_constraints(document: Mapping[str, Any]) -> Constraints:
 
 def _parse_pin(document: Any, where: str) -> Pin:
     values = _fields(document, Pin, where)
-    for name, kind in (("host", int), ("columns", int), ("split", str), ("exchange", str)):
-        _check_kind(values, name, kind, where)
+    for name in ("host", "columns", "group"):
+        _check_kind(values, name, int, where)
+    for name in ("split", "exchange"):
+        _check_kind(values, name, str, where)
     _check_kind(values, "dedup", bool, where)
     ranks = values.get("ranks")
     if ranks is not None:

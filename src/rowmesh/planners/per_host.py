@@ -14,6 +14,9 @@ dedup), P_h = 1 - (1 - p)^L, P_any = 1 - (1 - p)^W::
 Ids of rows with copies are always deduplicated, so theirs are p whatever the table says. Gradients
 (the g above) may travel under the backward of the dense layers: a share of them can be taken for
 hidden, up to all, when only what the forward waits for counts.
+
+With shard groups, "owner" and "per host" are of one group: W, H, L and P_any of its shape. What
+replicas tell each other of these rows is not in the formulas, only in the time of the whole plan.
 """
 
 from dataclasses import dataclass, replace
@@ -28,7 +31,7 @@ from rowmesh.placement.memory import RuleState, hot_row_bytes
 from rowmesh.stats import Heat, Stats
 from rowmesh.topology import Topology
 
-__all__ = ["EVERYWHERE", "OWNER", "PER_HOST", "RowTiers", "Sums", "may_have_copies"]
+__all__ = ["EVERYWHERE", "OWNER", "PER_HOST", "RowTiers", "Sums", "has_peers", "may_have_copies"]
 
 Sums = Literal["sparse", "dense", "bucket"]
 Floats = NDArray[np.float64]
@@ -40,6 +43,13 @@ _HALVINGS: Final = 50
 def may_have_copies(table: TablePlan) -> bool:
     """Whether rows of the table can be copied apart from others."""
     return table.exchange is Exchange.ROWS and table.rest.copies is not Copies.WORLD
+
+
+def has_peers(plan: Plan, table: TablePlan) -> bool:
+    """Whether copies per host make sense: groups of several whole hosts of several ranks each."""
+    groups, local = plan.groups(table), plan.mesh.local
+    is_whole = groups.count == 1 or (groups.layout == "contiguous" and groups.size % local == 0)
+    return is_whole and local > 1 and groups.size > local
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +96,11 @@ class RowTiers:
         for number, table in enumerate(plan.tables):
             heat = stats.tables[table.name].heat
             if heat is not None and may_have_copies(table):
-                forward, backward = _seconds(table, heat, plan.mesh.topology, rates, sums)
+                topology = plan.mesh.topology
+                shape = plan.groups(table).shape(topology)
+                forward, backward = _seconds(table, heat, topology, shape, rates, sums)
                 seconds = forward + (1.0 - hidden) * backward
-                if not per_host:
+                if not per_host or not has_peers(plan, table):
                     seconds[PER_HOST] = np.inf
                 held = _held(table, state, self._local) * np.ones((1, len(heat.ids)))
                 self.rows.append(_Rows(number, heat, seconds, held))
@@ -166,33 +178,47 @@ def _held(table: TablePlan, state: RuleState, local: int) -> Floats:
 
 
 def _seconds(
-    table: TablePlan, heat: Heat, topology: Topology, rates: Rates, sums: Sums
+    table: TablePlan, heat: Heat, topology: Topology, shape: Topology, rates: Rates, sums: Sums
 ) -> tuple[Floats, Floats]:
-    """Seconds of a step that each row takes in each tier: of its forward, and of gradients."""
-    hosts, local, world = topology.hosts, topology.local, topology.world
+    """Seconds of a step that each row takes in each tier: of its forward, and of gradients.
+
+    ``shape`` is that of one shard group.
+    """
+    world = topology.world
     p = _mean_by_score(heat, heat.presence)
     u = p if table.dedup else _mean_by_score(heat, heat.requests)
     gradient = 4.0 * table.embedding_dim * table.trainable
     summed = (gradient + _ID) if table.trainable else 0.0
     line = 2.0 * (gradient + 4.0) * table.trainable
     nothing = np.zeros(len(p))
-    any_of_host, any_of_all = 1.0 - (1.0 - p) ** local, 1.0 - (1.0 - p) ** world
-    near, far = (local - 1) / world, (world - local) / world  # of ranks, those inside and across
-    beside, across = (local - 1) / local, (hosts - 1) / hosts / local
+    any_of_host, any_of_all = 1.0 - (1.0 - p) ** shape.local, 1.0 - (1.0 - p) ** world
+    any_of_group = 1.0 - (1.0 - p) ** shape.world
+    near, far = _links(shape)
+    beside, across = _peer_links(shape)
     fetched = table.row_bytes + _ID
     forward = [
         [u * fetched * near, p * fetched * beside, nothing],
         [u * fetched * far, nothing, nothing],
     ]
-    everywhere = [nothing + line * beside, nothing + line * across]
+    everywhere = [nothing + line * share for share in _peer_links(topology)]
     if sums == "sparse":
-        everywhere = [(p + any_of_all) * summed * share for share in (near, far)]
+        everywhere = [(p + any_of_all) * summed * share for share in _links(topology)]
     backward = [
         [u * gradient * near, p * gradient * beside, everywhere[0]],
-        [u * gradient * far, (any_of_host + any_of_all) * summed * across, everywhere[1]],
+        [u * gradient * far, (any_of_host + any_of_group) * summed * across, everywhere[1]],
     ]
-    speeds = np.array([rates.host_bytes_per_s, rates.cross_bytes_per_s / local])[:, None, None]
+    speeds = np.array([rates.host_bytes_per_s, rates.cross_bytes_per_s / topology.local])[
+        :, None, None
+    ]
     first, second = ((np.array(part) / speeds).sum(0) for part in (forward, backward))
-    if hosts == 1 or local == 1:
-        first[PER_HOST] = np.inf
     return first, second
+
+
+def _links(mesh: Topology) -> tuple[float, float]:
+    """Of the ranks of a mesh, the share inside a host and across."""
+    return (mesh.local - 1) / mesh.world, (mesh.world - mesh.local) / mesh.world
+
+
+def _peer_links(mesh: Topology) -> tuple[float, float]:
+    """Of the ranks of a host the share beside one, and of hosts the share away, for each rank."""
+    return (mesh.local - 1) / mesh.local, (mesh.hosts - 1) / mesh.hosts / mesh.local

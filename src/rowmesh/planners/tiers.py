@@ -22,10 +22,11 @@ from rowmesh.cost import (
     expect_dense,
     expect_hot,
     expect_table,
+    expect_table_sync,
     plan_time,
     step_time,
 )
-from rowmesh.cost.expected import sum_elements
+from rowmesh.cost.buckets import sum_elements
 from rowmesh.cost.load import no_load
 from rowmesh.errors import InputError, PlanError
 from rowmesh.placement import (
@@ -40,7 +41,7 @@ from rowmesh.placement import (
 )
 from rowmesh.placement.memory import RULE_STATES, RuleState, bytes_per_rank
 from rowmesh.planners.order import RowOrder, state_bytes
-from rowmesh.planners.per_host import RowTiers, Sums, may_have_copies
+from rowmesh.planners.per_host import RowTiers, Sums, has_peers, may_have_copies
 from rowmesh.stats import Stats
 
 __all__ = ["NO_DENSE", "HotRows", "choose_tiers", "parse_tiers"]
@@ -111,7 +112,7 @@ class HotRows:
         self._stats, self._rates, self._cost = stats, rates, cost
         self._state, self._limit = state, limit
         self._orders = [RowOrder(plan, stats, state, limit) for plan in plans]
-        self._loads: dict[object, Load] = {}
+        self._loads: dict[object, tuple[Load, Load]] = {}  # of tables, and of their sync
 
     def choose(self, k: int | None) -> Plan:
         """The plan with ``k`` hot rows, or with the number that makes a step shortest.
@@ -182,13 +183,14 @@ class HotRows:
     def _time(self, order: RowOrder, k: int, sums: Sums) -> _Try:
         """The time of a step, from the loads of tables that were seen before where possible."""
         plan, lines = order.plan, 0
-        total = no_load(plan.mesh.topology.world)
+        total = sync = no_load(plan.mesh.topology.world)
         counts = order.counts(k)
         for number, (table, count) in enumerate(zip(plan.tables, counts, strict=True)):
             key = (id(plan), number, count, sums if count else "")
             if key not in self._loads:
                 self._loads[key] = self._load(plan, table, count, sums)
-            total += self._loads[key]
+            total += self._loads[key][0]
+            sync += self._loads[key][1]
             if sums == "bucket":
                 lines += sum_elements(table, count)
         sizes = bucket_sizes(plan)
@@ -200,25 +202,46 @@ class HotRows:
             rates=self._rates,
             cost=self._cost,
             buckets=sizes,
+            sync=sync,
         )
         return _Try(plan, k, sums, time.total_s)
 
-    def _load(self, plan: Plan, table: TablePlan, count: int, sums: Sums) -> Load:
+    def _load(self, plan: Plan, table: TablePlan, count: int, sums: Sums) -> tuple[Load, Load]:
         topology, accesses = plan.mesh.topology, self._stats.tables[table.name]
-        total = no_load(topology.world)
+        total, groups, rates = no_load(topology.world), plan.groups(table), self._rates
         if count:
             hot, accesses = accesses.part(count)
             total += expect_hot(
-                table, hot, count, sums, topology=topology, rates=self._rates, tree=plan.tree
+                table,
+                hot,
+                count,
+                sums,
+                topology=topology,
+                rates=rates,
+                tree=plan.tree,
+                groups=groups,
             )
-        return total + expect_table(
+        total += expect_table(
             table,
             accesses,
             topology=topology,
             state=self._state,
-            rates=self._rates,
+            rates=rates,
             tree=plan.tree,
+            groups=groups,
+            steps_apart=plan.sync.mode != "gradients",
         )
+        sync = expect_table_sync(
+            table,
+            accesses,
+            topology=topology,
+            groups=groups,
+            sync=plan.sync,
+            state=self._state,
+            rates=rates,
+            num_hot=count,
+        )
+        return total, sync
 
     def _everything(self, plan: Plan) -> list[_Try]:
         """Every table on every rank, if it fits."""
@@ -239,7 +262,7 @@ class HotRows:
 
     def _three_tiers(self, plan: Plan) -> list[_Try]:
         """Cuts at prices of memory, from none copied to all that fits."""
-        if not self._per_host or 1 in (plan.mesh.hosts, plan.mesh.local):
+        if not self._per_host or not any(has_peers(plan, table) for table in plan.tables):
             return []
         held = max(bytes_per_rank(plan, **state_bytes(self._state)))
         found = []

@@ -11,7 +11,14 @@ from rowmesh.cost import load_calibration
 from rowmesh.data import ItemSequences, Source, SyntheticClicks, SyntheticSequences
 from rowmesh.errors import InputError, PlanError
 from rowmesh.placement import Plan, load_plan
-from rowmesh.planners import Constraints, make_plan, parse_tiers
+from rowmesh.planners import (
+    Constraints,
+    make_plan,
+    parse_groups,
+    parse_layout,
+    parse_sync,
+    parse_tiers,
+)
 from rowmesh.profile import load_profile
 from rowmesh.stats import Stats
 from rowmesh.tables import TableConfig, named_collections
@@ -41,6 +48,10 @@ class PlanConfig:
     Args:
         split, exchange, allow_inexact, constraints: As for `make_plan`.
         tiers: Hot rows, copied to every rank or host: off, auto, or hot:K; as for `make_plan`.
+        groups: Ranks in a shard group: off for all, auto, or the number; as for `make_plan`.
+        layout: Of groups: auto, contiguous or strided.
+        sync: How replicas of groups are kept together: gradients, weights, weights:4 (every 4
+            steps), weights:4:dense, moments-first:4.
         refresh: Steps after which hot rows are chosen again from the last 32 batches of rank 0,
             and moved; None leaves them as planned.
         batches: Batches of rank 0 whose accesses are counted; 0 assumes Zipf ids. With hot rows
@@ -52,7 +63,7 @@ class PlanConfig:
             uses its speeds, and the run prints how long a step should take.
 
     Raises:
-        InputError: If a number is out of range.
+        InputError: If a number is out of range, or a word of groups is unknown.
     """
 
     split: str = "auto"
@@ -60,6 +71,9 @@ class PlanConfig:
     allow_inexact: bool = False
     constraints: Constraints = field(default_factory=Constraints)
     tiers: str = "off"
+    groups: int | str = "off"
+    layout: str = "auto"
+    sync: str = "gradients"
     refresh: int | None = None
     batches: int = 4
     profile: str | None = None
@@ -67,6 +81,15 @@ class PlanConfig:
     topology: str | None = None
 
     def __post_init__(self) -> None:
+        for name, parse in (
+            ("groups", parse_groups),
+            ("layout", parse_layout),
+            ("sync", parse_sync),
+        ):
+            try:
+                parse(getattr(self, name))
+            except InputError as error:
+                raise InputError(f"plan.{name}: {error}") from None
         if self.batches < 0:
             raise InputError(f"plan.batches is {self.batches}, but must be at least 0")
         if self.refresh is not None and self.refresh < 1:
@@ -114,8 +137,9 @@ def check_plan(config: PlanConfig, model: nn.Module, topology: Topology) -> None
     else:
         if config.profile is not None:
             read_profile(config.profile, list(_tables(model)))
-        # The file may be of other ranks than are known here, and hot rows need data.
-        known = replace(config, topology=None, tiers="off", refresh=None)
+        # The file may be of other ranks than are known here, groups too, and hot rows need data.
+        groups = config.groups if topology.world > 1 else "off"
+        known = replace(config, topology=None, tiers="off", refresh=None, groups=groups)
         _make(known, model, topology, None, "rowwise_adagrad")
 
 
@@ -157,6 +181,9 @@ def _make(
         allow_inexact=config.allow_inexact,
         tiers=config.tiers,
         cost=cost,
+        groups=config.groups,
+        layout=config.layout,
+        sync=parse_sync(config.sync),
     )
 
 

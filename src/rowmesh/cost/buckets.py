@@ -1,0 +1,44 @@
+"""Expected bytes of dense buckets, and of hot rows whose gradients travel as such."""
+
+import numpy as np
+
+from rowmesh.cost.load import Load, no_load
+from rowmesh.placement import Plan, TablePlan
+from rowmesh.topology import Topology
+
+__all__ = ["bucket_sizes", "expect_dense", "sum_elements"]
+
+
+def sum_elements(table: TablePlan, count: int) -> int:
+    """Numbers that travel for dense sums: of every piece a row's gradient, and a flag."""
+    return count * (table.embedding_dim + len(table.columns())) if table.trainable else 0
+
+
+def bucket_sizes(plan: Plan) -> tuple[int, ...]:
+    """Elements of each dense bucket, and of the hot rows that ride in the last."""
+    lines = 0
+    for table in plan.tables:
+        for tier in table.tiers:
+            if tier.sums == "bucket":
+                count = table.num_embeddings if tier.rows == "rest" else tier.rows.count
+                lines += sum_elements(table, count)
+    return (*plan.dense[:-1], plan.dense[-1] + lines) if plan.dense else (lines,) * bool(lines)
+
+
+def expect_dense(elements: int, *, topology: Topology, tree: str = "flat") -> Load:
+    """What dense buckets of so many elements in all add to every rank's bytes.
+
+    flat: a chunk to every rank and its sum back, 2 (W - 1) / W of 4 x elements. host-first: in
+    the host 4 x elements (L - 1) / L, across 2 (H - 1) / H of 4 x elements / L, in the host again.
+    """
+    hosts, local, size = topology.hosts, topology.local, 4.0 * elements
+    load = no_load(topology.world)
+    if tree == "host-first":
+        links = [2.0 * size * (local - 1) / local] * 2
+        links += [2.0 * size / local * (hosts - 1) / hosts] * 2
+    else:
+        share = 2.0 * size / topology.world
+        links = [share * (local - 1)] * 2 + [share * (topology.world - local)] * 2
+    load.values[:4] += np.array(links)[:, None]
+    load.values[4:8] = load.values[:4]
+    return Load(load.values, frozenset({"dense"} if elements else ()))
