@@ -5,7 +5,7 @@ counts + status -> ids -> lookup at owners -> vectors back -> pool; backward mir
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,29 +17,20 @@ from rowmesh.features import KeyedJaggedTensor
 from rowmesh.nn.bags import Reader, as_features, check_ids, flatten
 from rowmesh.nn.collections import Piece
 from rowmesh.runtime.copies import CopyRider
+from rowmesh.runtime.lookup import Lookup
 from rowmesh.runtime.outputs import join_columns
 from rowmesh.runtime.relay import Relay
 from rowmesh.runtime.requests import NUM_COUNTS, Request, look_up, num_words, pack, unpack
 from rowmesh.runtime.returns import send_back
 from rowmesh.runtime.routes import Route, route_bags
 from rowmesh.runtime.scratch import Scratch
-from rowmesh.runtime.tickets import Relayed, Stack, Ticket
+from rowmesh.runtime.tickets import Relayed, Stack, Ticket, Together
 from rowmesh.tables import TableConfig
 
 __all__ = ["ShardedEngine", "sharded_engines"]
 
 _HEAD = 2  # of a counts message: status word, samples; then four counts a stack
 _BAD_INPUT, _LAST_BATCH, _TRAINING = 1, 2, 4  # bits of the status word
-
-
-class Together(Protocol):
-    """What keeps the replicas of an engine's rows together (`rowmesh.runtime.replicas`)."""
-
-    def finish(self) -> None:
-        """Wait for what is under way: before rows are read."""
-
-    def bring_together(self) -> None:
-        """Make them alike now."""
 
 
 class ShardedEngine:
@@ -63,7 +54,7 @@ class ShardedEngine:
         self.tickets: list[Ticket] = []
         self.is_accumulating = False
         self.on_all_sent: Callable[[], None] | None = None
-        self._anchor = torch.zeros((), device=mesh.device, requires_grad=True)
+        self.anchor = torch.zeros((), device=mesh.device, requires_grad=True)
         self._number, self._num_trained = 0, 0
         self.pool = ChannelPool(mesh.wire)
         self.exports = mesh.wire.channel(f"export of {path}", Lane.ROWS)
@@ -168,7 +159,7 @@ class ShardedEngine:
                 number=self._number, place=place, routes=routes, asked=asked, relayed=relayed
             )
             self.tickets.append(ticket)
-            vectors = _Lookup.apply(self, ticket, self._anchor, *vectors)  # type: ignore[no-untyped-call]
+            vectors = Lookup.apply(self, ticket, self.anchor, *vectors)  # type: ignore[no-untyped-call]
         layouts = [stack.layout for stack in self.stacks]
         return join_columns(layouts, vectors, features, self.readers, pooled=self.pooled)
 
@@ -390,26 +381,6 @@ class ShardedEngine:
         is_last = not self.is_accumulating and all(t.is_sent for t in self.tickets)
         if is_last and self.on_all_sent is not None:
             self.on_all_sent()
-
-
-class _Lookup(torch.autograd.Function):
-    """The vectors as they are; backward sends their gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, engine: ShardedEngine, ticket: Ticket, anchor: Tensor, *vectors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.engine, ctx.ticket = engine, ticket
-        ctx.mark_non_differentiable(
-            *(v for v, s in zip(vectors, engine.stacks, strict=True) if not s.layout.trainable)
-        )
-        return vectors
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        with ctx.engine.mesh.trace.phase("send gradients"):
-            ctx.engine.send_gradients(ctx.ticket, grads)
-        return None, None, torch.zeros_like(ctx.engine._anchor), *(None for _ in grads)
 
 
 def sharded_engines(model: nn.Module) -> list[ShardedEngine]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
@@ -10,7 +11,7 @@ from rowmesh.runtime.requests import Request
 from rowmesh.runtime.routes import Route
 from rowmesh.runtime.stacks import StackLayout
 
-__all__ = ["Relayed", "Stack", "Ticket"]
+__all__ = ["Relayed", "Stack", "Ticket", "Together"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -98,3 +99,13 @@ class Ticket:
     copied: Arrivals = field(default_factory=Arrivals)
     shared: Arrivals = field(default_factory=Arrivals)
     dense: list[Tensor] = field(default_factory=list)
+
+
+class Together(Protocol):
+    """What keeps the replicas of an engine's rows together (`rowmesh.runtime.replicas`)."""
+
+    def finish(self) -> None:
+        """Wait for what is under way: before rows are read."""
+
+    def bring_together(self) -> None:
+        """Make them alike now."""
