@@ -2,7 +2,7 @@
 
 from rowmesh.planners.auto import blank_table, blank_tables, make_plan, plan_tables
 from rowmesh.planners.constraints import Constraints, Pin, parse_constraints
-from rowmesh.planners.groups import parse_groups, parse_layout, parse_sync
+from rowmesh.planners.groups import list_meshes, parse_groups, parse_layout, parse_sync
 from rowmesh.planners.per_host import RowTiers
 from rowmesh.planners.tiers import HotRows, choose_tiers, parse_tiers
 
@@ -14,6 +14,7 @@ __all__ = [
     "blank_table",
     "blank_tables",
     "choose_tiers",
+    "list_meshes",
     "make_plan",
     "parse_constraints",
     "parse_groups",

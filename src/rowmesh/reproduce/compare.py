@@ -12,6 +12,7 @@ from rowmesh.features import Batch, KeyedJaggedTensor
 from rowmesh.placement import Copies, Plan
 from rowmesh.placement.memory import bytes_per_rank
 from rowmesh.reproduce.collisions import share_of_collisions
+from rowmesh.runtime.embeddings import sharded_engines
 from rowmesh.runtime.optimizer import Optimizer
 from rowmesh.runtime.shard import shard
 from rowmesh.trace.summary import summarise
@@ -21,7 +22,7 @@ from rowmesh.train.model import build_model
 __all__ = ["Contest", "Told", "compare"]
 
 _FIRST_STEP = 1_000  # of the batches that are timed; statistics are of earlier ones
-_LINKS = ("host", "cross")
+_Ledgers = list[dict[str, dict[str, int]]]  # of every rank
 
 
 class _Drawn(Protocol):
@@ -47,7 +48,8 @@ class Contest:
     Args:
         config: The model and its data.
         rounds: In each, every plan runs once.
-        steps: Of a plan in a round, after one that is not timed.
+        steps: Of a plan in a round, after one that is not timed; with replicas whose weights are
+            averaged, a multiple of the plans' periods.
     """
 
     config: RunConfig
@@ -112,17 +114,21 @@ class _Run:
         self._model = shard(model, plan, mesh)
         settings = config.optimiser
         self._optimizer = Optimizer(self._model, dense=settings.make_dense, sparse=settings.rule)
-        self.predicted: list[dict[str, dict[str, int]]] = []
+        self.predicted: list[_Ledgers] = []  # of the steps from one sync of replicas to the next
 
     def check_bytes(self, batch: Batch, asked: list[KeyedJaggedTensor]) -> bool:
-        """One step; whether every rank sent what `predict` says of the batches of all."""
-        mesh = self._mesh
-        self.predicted = predict(self._plan, asked)
-        self.steps([batch])
-        mesh.ledger.reset()
-        self._step(batch)
-        sent = mesh.ledger.by_edge()
-        return all(mesh.gather_objects(sent == self.predicted[mesh.rank], edge=None))
+        """Steps between syncs; whether every rank sent what `predict` says of all batches."""
+        mesh, plan = self._mesh, self._plan
+        period = plan.sync.period if plan.has_replicas else 1
+        self.predicted = [predict(plan, asked, earlier=[asked] * n) for n in range(period)]
+        self.steps([batch] * period)
+        is_exact = True
+        for predicted in self.predicted:
+            mesh.ledger.reset()
+            self._step(batch)
+            self._finish()
+            is_exact &= mesh.ledger.by_edge() == predicted[mesh.rank]
+        return all(mesh.gather_objects(is_exact, edge=None))
 
     def steps(self, batches: list[Batch]) -> float:
         """Seconds from when all ranks begin to when all have ended."""
@@ -130,6 +136,7 @@ class _Run:
         start = time.perf_counter()
         for batch in batches:
             self._step(batch)
+        self._finish()
         self._mesh.total(0.0, edge=None)
         return time.perf_counter() - start
 
@@ -147,6 +154,12 @@ class _Run:
         flights = summary.communication[0]
         return flights.in_flight_ms, flights.exposed_ms
 
+    def _finish(self) -> None:
+        """What a step left under way is of that step."""
+        for engine in sharded_engines(self._model):
+            assert engine.replicas is not None
+            engine.replicas.finish()
+
     def _step(self, batch: Batch) -> None:
         self._mesh.mean(self._model(batch)).backward()
         self._optimizer.step()
@@ -159,10 +172,11 @@ def _num_hot(plan: Plan, copies: Copies) -> int:
     return sum(whole) + sum(hot)
 
 
-def _sent(predicted: list[dict[str, dict[str, int]]], mesh: Mesh, link: str) -> dict[str, float]:
-    """MB that a host sends over such links in a step, by edge; mean over hosts."""
+def _sent(predicted: list[_Ledgers], mesh: Mesh, link: str) -> dict[str, float]:
+    """MB that a host sends over such links in a step, by edge; mean over hosts and steps."""
     found: dict[str, float] = {}
-    for ledger in predicted:
+    count = 1e6 * mesh.topology.hosts * len(predicted)
+    for ledger in (ledger for ledgers in predicted for ledger in ledgers):
         for edge, links in ledger.items():
-            found[edge] = found.get(edge, 0.0) + links.get(link, 0) / 1e6 / mesh.topology.hosts
+            found[edge] = found.get(edge, 0.0) + links.get(link, 0) / count
     return found
