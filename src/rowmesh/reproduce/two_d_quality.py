@@ -1,0 +1,169 @@
+"""The runs of the quality part: two at a time, each stored when it is done."""
+
+import dataclasses
+import json
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rowmesh.errors import InputError
+from rowmesh.files import write_whole
+from rowmesh.reproduce.two_d_arms import Arm
+from rowmesh.reproduce.two_d_data import OneTable
+from rowmesh.reproduce.two_d_sets import Quality, TrialSet, trial_sets
+from rowmesh.reproduce.two_d_virtual import train, train_arm
+
+__all__ = ["Run", "measure_quality", "prove_gradients", "runs_of"]
+
+_FORMAT = 1  # of a stored run; one of another format is made anew
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """One arm on one data set with one learning rate and seed."""
+
+    trial: TrialSet
+    arm: Arm
+    lr: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Of its file, as ``planted-m4-weights-c4-k1-lr0.2-seed11``."""
+        arm = self.arm
+        scale = f"-c{arm.scale:g}" if arm.mode == "weights" else ""
+        words = f"m{arm.groups}-{arm.mode}{scale}-k{arm.period}-lr{self.lr:g}-seed{self.seed}"
+        return f"{self.trial.name}-{words}"
+
+    def asked(self) -> dict[str, Any]:
+        """All that its result depends on."""
+        trial = dataclasses.replace(self.trial, arms=(self.arm,), rates=(self.lr,))
+        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(trial)))
+        return {"format": _FORMAT, "seed": self.seed, **plain}
+
+
+def runs_of(what: Quality) -> list[Run]:
+    """Arm by arm, so that a run that is stopped has the first arms on all seeds."""
+    found = []
+    for trial in trial_sets(what):
+        for arm in trial.arms:
+            # other periods at the smallest rate alone: they make a table of their own
+            rates = trial.rates if arm.period == 1 else trial.rates[:1]
+            for lr in rates:
+                found += [Run(trial=trial, arm=arm, lr=lr, seed=seed) for seed in what.seeds]
+    return found
+
+
+def measure_quality(
+    what: Quality,
+    folder: Path,
+    *,
+    workers: int = 2,
+    on_run: Callable[[int, int, str], None] = lambda done, total, name: None,
+) -> list[dict[str, Any]]:
+    """What `train_arm` says of every run, with its set, groups, arm, lr and seed.
+
+    Results are kept in ``folder``, a file a run; those that are there are not made again.
+
+    Args:
+        what: How much.
+        folder: For the files; made if it is not there.
+        workers: Processes that train, with one thread each; 1 trains in this process.
+        on_run: Called after every run with the number done, the number of all, and its name.
+
+    Raises:
+        InputError: If the folder cannot be written.
+    """
+    runs = runs_of(what)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot make {folder}: {error.strerror}; give --out another") from None
+    results = {run: found for run in runs if (found := _stored(run, folder)) is not None}
+    on_run(len(results), len(runs), "stored")
+    for run, found in _train([run for run in runs if run not in results], workers):
+        results[run] = found
+        text = json.dumps({"asked": run.asked(), "found": found})
+        write_whole(folder / f"{run.name}.json", text + "\n")
+        on_run(len(results), len(runs), run.name)
+    return [_labels(run) | results[run] for run in runs]
+
+
+def _labels(run: Run) -> dict[str, Any]:
+    arm = {"groups": run.arm.groups, "arm": run.arm.name, "period": run.arm.period}
+    return {"set": run.trial.name, **arm, "lr": run.lr, "seed": run.seed}
+
+
+def _stored(run: Run, folder: Path) -> dict[str, Any] | None:
+    try:
+        stored = json.loads((folder / f"{run.name}.json").read_text())
+        found: dict[str, Any] = stored["found"]
+        return found if stored["asked"] == run.asked() else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # none, or half of one
+
+
+def _train(runs: Sequence[Run], workers: int) -> Iterator[tuple[Run, dict[str, Any]]]:
+    if workers == 1 or not runs:
+        yield from ((run, _train_run(run)) for run in runs)
+        return
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_begin)
+    try:
+        waiting: dict[Future[dict[str, Any]], Run] = {}
+        left = iter(runs)
+        while True:
+            # a few ahead: what is stopped leaves no long queue
+            for run in islice(left, 2 * workers - len(waiting)):
+                waiting[pool.submit(_train_run, run)] = run
+            if not waiting:
+                return
+            for future in wait(waiting, return_when=FIRST_COMPLETED).done:
+                yield waiting.pop(future), future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the pool
+    torch.set_num_threads(1)
+
+
+def _train_run(run: Run) -> dict[str, Any]:
+    return train_arm(run.trial.source(run.seed), run.trial.how, run.arm, lr=run.lr, seed=run.seed)
+
+
+def prove_gradients(what: Quality, *, steps: int = 50) -> dict[str, Any]:
+    """Mode gradients beside full model parallelism on the same virtual ranks, on one seed.
+
+    Returns:
+        For every M the largest difference of any weight and of any moment after ``steps`` steps.
+    """
+    trial, seed = trial_sets(dataclasses.replace(what, sets=("planted",)))[0], what.seeds[0]
+    source = OneTable(trial.source(seed))
+    batches = list(islice(source.batches(rank=0, world=1), steps))
+    rows = []
+    for count in what.groups:
+        weights, moments = [], []
+        for arm in (
+            Arm(groups=count, mode="gradients"),
+            Arm(groups=1, mode="gradients", ranks=count),
+        ):
+            oracle = train(source, batches, trial.how, arm, lr=trial.rates[0], seed=seed)
+            weights.append(oracle.weight("all"))
+            moments.append(oracle.states["all"]["v"])
+        rows.append(
+            {
+                "groups": count,
+                "weights": float((weights[0] - weights[1]).abs().max()),
+                "moments": float((moments[0] - moments[1]).abs().max()),
+            }
+        )
+    return {"seed": seed, "steps": steps, "rows": rows}
