@@ -17,7 +17,7 @@ from rowmesh.errors import InputError
 from rowmesh.files import write_whole
 from rowmesh.reproduce.two_d_arms import Arm
 from rowmesh.reproduce.two_d_data import OneTable
-from rowmesh.reproduce.two_d_sets import Quality, TrialSet, trial_sets
+from rowmesh.reproduce.two_d_sets import CONTROL_GROUPS, Quality, TrialSet, trial_sets
 from rowmesh.reproduce.two_d_virtual import train, train_arm
 
 __all__ = ["Run", "measure_quality", "prove_gradients", "runs_of"]
@@ -50,7 +50,7 @@ class Run:
 
 
 def runs_of(what: Quality) -> list[Run]:
-    """Arm by arm, so that a run that is stopped has the first arms on all seeds."""
+    """Arm by arm, the arms with 4 groups of all sets first: what is stopped can be judged."""
     found = []
     for trial in trial_sets(what):
         for arm in trial.arms:
@@ -58,7 +58,7 @@ def runs_of(what: Quality) -> list[Run]:
             rates = trial.rates if arm.period == 1 else trial.rates[:1]
             for lr in rates:
                 found += [Run(trial=trial, arm=arm, lr=lr, seed=seed) for seed in what.seeds]
-    return found
+    return sorted(found, key=lambda run: run.arm.groups not in (1, CONTROL_GROUPS))
 
 
 def measure_quality(

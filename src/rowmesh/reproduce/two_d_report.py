@@ -5,13 +5,13 @@ from statistics import mean
 from typing import Any
 
 from rowmesh.reproduce.two_d_figures import Figures
-from rowmesh.reproduce.two_d_verdicts import judge
+from rowmesh.reproduce.two_d_verdicts import judge, word
 
 __all__ = ["figures_by_set", "render_quality", "summarise_quality"]
 
 _SETS = {
-    "planted": "8 tables of 250 rows, an additive model: every row is seen often, most rows by one "
-    "group at a time",
+    "planted": "8 tables of 250 rows, an additive model: rows are seen often, most by one group a "
+    "step",
     "few": "8 tables of 10,000 rows, an additive model: most rows are seen a few times",
     "dcn": "the rows of `planted`, a DCN with one cross layer",
     "clicks": "display-ad clicks, the model of the recipe `clicks`, one epoch",
@@ -64,14 +64,21 @@ def render_quality(runs: Sequence[Mapping[str, Any]], proof: Mapping[str, Any] |
 
 
 def _group_counts(figures: Figures) -> list[int]:
-    return list(dict.fromkeys(groups for groups, _ in figures.arms()))
+    return sorted({groups for groups, _ in figures.arms()})
 
 
 def _render_set(figures: Figures) -> list[str]:
     seeds = ", ".join(map(str, figures.seeds))
-    lines = [f"### {figures.name}", "", f"{_SETS.get(figures.name, '')}; seeds {seeds}.", ""]
+    lines = [f"### {figures.name}", "", f"{_SETS.get(figures.name, '')}.", f"Seeds {seeds}.", ""]
+    lines += [
+        "| M | must show | % NE [95 %] | does | all of the interval |",
+        "|---:|---|---|---|---|",
+    ]
     for groups in _group_counts(figures):
-        lines += [f"* {verdict}" for verdict in judge(figures, groups)]
+        lines += [
+            f"| {groups} | {v.demand} | {v.figure} | {word(v.holds)} | {word(v.holds_throughout)} |"
+            for v in judge(figures, groups)
+        ]
     lines += ["", *_render_best(figures), "", *_render_all(figures)]
     if figures.arms(period_1=False):
         lines += ["", *_render_periods(figures)]

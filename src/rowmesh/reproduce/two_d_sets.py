@@ -63,7 +63,7 @@ class Quality:
         groups: Values of M on the first planted set; the other sets have 4 alone.
         periods: Steps between syncs that are tried besides 1, on the first planted set.
         sets: Names of `trial_sets` to try.
-        steps: Training steps on planted data.
+        steps: Training steps on planted data; on clicks an epoch, if it has no more than these.
         clicks: The folder of display-ad clicks; None, or one that is not there, leaves them out.
     """
 
@@ -99,8 +99,7 @@ def trial_sets(what: Quality) -> list[TrialSet]:
     ``planted``: every row is seen often, most in one group at a time; ``few``: 10,000 rows a table,
     most of them seen a few times; ``dcn``: ``planted`` learnt by a DCN; ``clicks``.
     """
-    counts = sorted(what.groups, key=lambda m: (m != CONTROL_GROUPS, m))
-    every = [arm for count in counts for arm in arms_of(count)]
+    every = [arm for count in what.groups for arm in arms_of(count)]
     last = arms_of(CONTROL_GROUPS)
     every += [replace(arm, period=period) for period in what.periods for arm in (last[0], last[2])]
     few = (Arm(), *arms_of(CONTROL_GROUPS, with_root=False))
@@ -117,11 +116,11 @@ def trial_sets(what: Quality) -> list[TrialSet]:
         replace(planted, name="dcn", arms=few, rates=(0.02, 0.05, 0.1), how=deep),
     ]
     if what.clicks is not None and what.clicks.is_dir():
-        found.append(_clicks(str(what.clicks.resolve()), few))
+        found.append(_clicks(str(what.clicks.resolve()), few, what.steps))
     return [s for s in found if s.name in what.sets]
 
 
-def _clicks(path: str, arms: Sequence[Arm]) -> TrialSet:
+def _clicks(path: str, arms: Sequence[Arm], most: int) -> TrialSet:
     config = load_recipe("clicks")
     steps = _clicks_at(path, 1).steps_per_epoch
     assert steps is not None
@@ -131,7 +130,7 @@ def _clicks(path: str, arms: Sequence[Arm]) -> TrialSet:
         arms=tuple(arms),
         rates=(0.5, 1.0, 2.0),
         how=Learning(
-            steps=steps,
+            steps=min(steps, most),
             model="dcn",
             dim=config.model.dim,
             dense_layers=config.model.dense_layers,
