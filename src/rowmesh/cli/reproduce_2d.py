@@ -74,11 +74,7 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
     """A bar on a terminal, else a line for about every twentieth run."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield (
-            lambda done, total, name: (
-                _say(f"{done} of {total} runs: {name}") if done % max(total // 20, 1) == 0 else None
-            )
-        )
+        yield _say_some
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
@@ -86,6 +82,11 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
         yield lambda done, total, name: progress.update(
             task, completed=done, total=total, description=name
         )
+
+
+def _say_some(done: int, total: int, name: str) -> None:
+    if name == "stored" or done % max(total // 20, 1) == 0:
+        _say(f"{done} of {total} runs: {name}")
 
 
 def _words(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]:

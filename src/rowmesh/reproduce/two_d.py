@@ -7,7 +7,7 @@ from typing import Any
 
 from rowmesh.errors import InputError
 from rowmesh.files import check_target, write_whole
-from rowmesh.reproduce.two_d_quality import measure_quality, prove_gradients
+from rowmesh.reproduce.two_d_quality import measure_runs, prove_gradients, runs_of
 from rowmesh.reproduce.two_d_report import render_quality, summarise_quality
 from rowmesh.reproduce.two_d_sets import Quality
 
@@ -38,7 +38,7 @@ def run_quality(
 
     Runs are stored in ``out/runs``, so that a reproduction that was stopped goes on there.
     """
-    runs = measure_quality(what, out / "runs", workers=workers, on_run=on_run)
+    runs = measure_runs(runs_of(what), out / "runs", workers=workers, on_run=on_run)
     proof = prove_gradients(what) if "planted" in what.sets else None
     return {"verdicts": summarise_quality(runs), "gradients": proof, "runs": runs}
 

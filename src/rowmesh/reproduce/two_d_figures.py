@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean, stdev
+from statistics import fmean
 from typing import Any, Final
 
 __all__ = ["Difference", "Figures", "paired"]
@@ -33,10 +33,13 @@ def paired(found: Sequence[float], base: Sequence[float]) -> Difference:
     """Of ``100 * (found / base - 1)``, pair by pair: 2 to 30 pairs.
 
     The interval is mean +- t * error, error = standard deviation / sqrt(pairs), t Student's with
-    pairs - 1 degrees of freedom.
+    pairs - 1 degrees of freedom. All are nan if a value is: a run diverged.
     """
     values = [100.0 * (f / b - 1.0) for f, b in zip(found, base, strict=True)]
-    middle, error = mean(values), stdev(values) / math.sqrt(len(values))
+    middle = fmean(values)
+    error = math.sqrt(
+        math.fsum((v - middle) ** 2 for v in values) / (len(values) - 1) / len(values)
+    )
     width = _T[len(values) - 2] * error
     return Difference(mean=middle, error=error, low=middle - width, high=middle + width)
 
@@ -45,7 +48,7 @@ class Figures:
     """The runs of one data set, by arm and learning rate, in the order of seeds.
 
     Args:
-        runs: What `measure_quality` gives, of one set.
+        runs: What `measure_runs` gives, of one set.
     """
 
     def __init__(self, runs: Sequence[Mapping[str, Any]]) -> None:
@@ -83,9 +86,8 @@ class Figures:
 
     def best_rate(self, groups: int, arm: str) -> float:
         """The learning rate at which the mean NE of an arm is least."""
-        return min(
-            self.rates_of(groups, arm), key=lambda lr: mean(self.values("ne", groups, arm, lr))
-        )
+        found = {lr: fmean(self.values("ne", groups, arm, lr)) for lr in self.rates_of(groups, arm)}
+        return min(found, key=lambda lr: math.inf if math.isnan(found[lr]) else found[lr])
 
     def loss_at_best(self, groups: int, arm: str) -> Difference:
         """% of NE that an arm loses to full, each at its own best rate."""
@@ -113,5 +115,5 @@ class Figures:
 
 
 def _over(mine: Any, full: Any, difference: Any) -> float | None:
-    pairs = [(m, f) for m, f in zip(mine, full, strict=True) if m is not None and f]
-    return mean(difference(m, f) for m, f in pairs) if pairs else None
+    pairs = [(m, f) for m, f in zip(mine, full, strict=True) if m is not None and f is not None]
+    return fmean(difference(m, f) for m, f in pairs) if pairs else None

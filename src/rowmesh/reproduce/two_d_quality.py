@@ -20,7 +20,7 @@ from rowmesh.reproduce.two_d_data import OneTable
 from rowmesh.reproduce.two_d_sets import CONTROL_GROUPS, Quality, TrialSet, trial_sets
 from rowmesh.reproduce.two_d_virtual import train, train_arm
 
-__all__ = ["Run", "measure_quality", "prove_gradients", "runs_of"]
+__all__ = ["Run", "measure_runs", "prove_gradients", "runs_of"]
 
 _FORMAT = 1  # of a stored run; one of another format is made anew
 
@@ -61,8 +61,8 @@ def runs_of(what: Quality) -> list[Run]:
     return sorted(found, key=lambda run: run.arm.groups not in (1, CONTROL_GROUPS))
 
 
-def measure_quality(
-    what: Quality,
+def measure_runs(
+    runs: Sequence[Run],
     folder: Path,
     *,
     workers: int = 2,
@@ -73,7 +73,7 @@ def measure_quality(
     Results are kept in ``folder``, a file a run; those that are there are not made again.
 
     Args:
-        what: How much.
+        runs: With names of their own.
         folder: For the files; made if it is not there.
         workers: Processes that train, with one thread each; 1 trains in this process.
         on_run: Called after every run with the number done, the number of all, and its name.
@@ -81,7 +81,6 @@ def measure_quality(
     Raises:
         InputError: If the folder cannot be written.
     """
-    runs = runs_of(what)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

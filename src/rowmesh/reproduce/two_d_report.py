@@ -1,7 +1,7 @@
 """The quality of shard groups as Markdown."""
 
 from collections.abc import Mapping, Sequence
-from statistics import mean
+from statistics import fmean
 from typing import Any
 
 from rowmesh.reproduce.two_d_figures import Figures
@@ -97,7 +97,7 @@ def _render_best(figures: Figures) -> list[str]:
     ]
     for groups, arm in [(1, "full"), *figures.arms()]:
         lr = figures.best_rate(groups, arm)
-        ne, auc = (mean(figures.values(key, groups, arm, lr)) for key in ("ne", "auc"))
+        ne, auc = (fmean(figures.values(key, groups, arm, lr)) for key in ("ne", "auc"))
         loss = "" if groups == 1 else str(figures.loss_at_best(groups, arm))
         lines.append(f"| {groups} | {arm} | {lr:g} | {ne:.5f} | {auc:.5f} | {loss} |")
     return lines
@@ -113,14 +113,14 @@ def _render_all(figures: Figures) -> list[str]:
     for groups, arm in [(1, "full"), *figures.arms()]:
         lines += [_line(figures, groups, arm, lr) for lr in figures.rates_of(groups, arm)]
     known = [value for value in figures.values("bayes_ne", 1, "full", figures.rates[0]) if value]
-    bayes = f"NE of p* itself: {mean(known):.5f}." if known else "The truth is not known."
+    bayes = f"NE of p* itself: {fmean(known):.5f}." if known else "The truth is not known."
     return [*lines, "", bayes]
 
 
 def _line(figures: Figures, groups: int, arm: str, lr: float) -> str:
-    ne, auc = (mean(figures.values(key, groups, arm, lr)) for key in ("ne", "auc"))
+    ne, auc = (fmean(figures.values(key, groups, arm, lr)) for key in ("ne", "auc"))
     truths = [kl for kl in figures.values("mean_kl", groups, arm, lr) if kl is not None]
-    kl = f"{1e3 * mean(truths):.2f}" if truths else "-"
+    kl = f"{1e3 * fmean(truths):.2f}" if truths else "-"
     cells = "| | |"
     if groups > 1:
         loss = figures.loss(groups, arm, lr)

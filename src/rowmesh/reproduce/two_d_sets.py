@@ -64,6 +64,7 @@ class Quality:
         periods: Steps between syncs that are tried besides 1, on the first planted set.
         sets: Names of `trial_sets` to try.
         steps: Training steps on planted data; on clicks an epoch, if it has no more than these.
+        held_out: Batches of planted data to evaluate on.
         clicks: The folder of display-ad clicks; None, or one that is not there, leaves them out.
     """
 
@@ -72,12 +73,14 @@ class Quality:
     periods: tuple[int, ...] = (4, 16)
     sets: tuple[str, ...] = SETS
     steps: int = 300
+    held_out: int = 40
     clicks: Path | None = None
 
     def __post_init__(self) -> None:
         check_range("number of seeds", len(set(self.seeds)), 2, 30)
         check_range("smallest seed", min(self.seeds), 0, 2**32 - 1)
         check_range("steps", self.steps, 1)
+        check_range("held_out", self.held_out, 1)
         for count in self.groups:
             check_range("groups", count, 2, 512)
         for period in self.periods:
@@ -108,6 +111,7 @@ def trial_sets(what: Quality) -> list[TrialSet]:
         arms=(Arm(), *every),
         rates=(0.2, 0.4, 0.8),
         how=Learning(steps=what.steps, dense_lr=0.02),
+        held_out=what.held_out,
     )
     deep = Learning(steps=what.steps, model="dcn", dim=8, dense_layers=(16,), dense_lr=0.005)
     found = [
