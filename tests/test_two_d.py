@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from rowmesh.reproduce.two_d_verdicts import judge
 from rowmesh.reproduce.two_d_virtual import train, train_arm
 from rowmesh.runtime.oracle import materialise
 from rowmesh.tables import EmbeddingBagConfig
+from tests.processes import finish, start
 
 TINY = Quality(seeds=(1, 2), groups=(4,), periods=(), sets=("planted",), steps=2, held_out=2)
 CLICKS = SyntheticClicks(cardinalities=(5, 7), batch_size=16, num_dense=2, held_out_batches=4)
@@ -375,6 +377,9 @@ def test_a_report_has_all_parts_and_fits_a_page(tmp_path: Path) -> None:
     assert "NE of p* itself: 0.70000." in text
     stored = json.loads((tmp_path / "2d/report.json").read_text())["quality"]
     assert stored["runs"] == runs
+    write_report(tmp_path / "2d", {"another": 1})  # of a reproduction of another part
+    assert (tmp_path / "2d/report.md").read_text() == text
+    assert json.loads((tmp_path / "2d/report.json").read_text())["another"] == 1
     assert len(stored["verdicts"]["planted"]) == 6
 
 
@@ -387,13 +392,15 @@ def test_bad_words_end_with_one_sentence(tmp_path: Path) -> None:
     for out, words, sentence in (
         ("r", ["--parts", "qualty"], "did you mean 'quality'?"),
         ("r", ["--sets", "plant"], "did you mean 'planted'?"),
+        ("r", ["--groups", "2,x"], "say numbers of groups, as 2,4"),
+        ("r", ["--groups", "2,8"], "lack 4, which is judged"),
         ("r", ["--seeds", "1"], "number of seeds is 1, but must be from 2 to 30"),
         ("file", [], "cannot make the folder"),
+        ("r", ["--sets", "clicks", "--data", str(tmp_path / "no")], "no data found at"),
     ):
         ended = run(tmp_path / out, *words)
         assert ended.exit_code == 2
         assert sentence in ended.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.nightly
@@ -407,3 +414,19 @@ def test_a_quick_reproduction_in_two_processes(tmp_path: Path) -> None:
     again = run(tmp_path / "r", *words[:-1])
     assert "58 of 58 runs: stored" in again.stderr
     assert "planted: M = 4, lr 0.2: control c = 1 loses" in again.stdout
+
+
+@pytest.mark.nightly
+def test_a_reproduction_that_is_stopped_leaves_no_process_and_goes_on(tmp_path: Path) -> None:
+    words = ("reproduce", "2d", "--quick", "--sets", "planted", "--out", str(tmp_path / "r"))
+    process = start(*words)
+    assert process.stderr is not None
+    assert "0 of 58 runs: stored" in process.stderr.readline()
+    assert "of 58 runs" in process.stderr.readline()  # workers are at work
+    process.terminate()
+    # it reads stderr to its end, which comes when no worker holds it any more
+    assert finish(process)[0] == 128 + signal.SIGTERM
+    kept = len(list((tmp_path / "r/runs").iterdir()))
+    code, _, said = finish(start(*words), timeout=300)
+    assert code == 0
+    assert f"{kept} of 58 runs: stored" in said

@@ -28,6 +28,9 @@ def two_d_command(
     ),
     seeds: Annotated[int, typer.Option(help="Paired seeds, from 2 to 30.")] = 5,
     sets: Annotated[str, typer.Option(help="Data sets: " + ", ".join(SETS) + ".")] = ",".join(SETS),
+    groups: Annotated[str, typer.Option(help="Values of M on planted data, 4 among them.")] = (
+        "2,4,8,16"
+    ),
     data: Annotated[Path, typer.Option(help="Folder of clicks; left out if absent.")] = Path(
         "../shared/data"
     ),
@@ -46,6 +49,7 @@ def two_d_command(
         wanted = _words(parts, PARTS, "part")
         what = Quality(
             seeds=tuple(range(_FIRST_SEED, _FIRST_SEED + seeds)),
+            groups=tuple(_count(word) for word in groups.split(",")),
             sets=_words(sets, SETS, "set"),
             clicks=data / "clicks",
         )
@@ -95,6 +99,12 @@ def _words(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]:
         if word not in known:
             raise InputError(f"{what} {word!r} is unknown{did_you_mean(word, known)}")
     return tuple(words)
+
+
+def _count(word: str) -> int:
+    if not word.isdecimal():
+        raise InputError(f"groups {word!r}: say numbers of groups, as 2,4")
+    return int(word)
 
 
 def _say(line: str) -> None:

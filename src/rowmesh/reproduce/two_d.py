@@ -37,17 +37,35 @@ def run_quality(
     """The quality part: all runs, the proof of mode gradients, verdicts.
 
     Runs are stored in ``out/runs``, so that a reproduction that was stopped goes on there.
+
+    Raises:
+        InputError: If there is nothing to train: clicks alone were asked for, and are not there.
     """
-    runs = measure_runs(runs_of(what), out / "runs", workers=workers, on_run=on_run)
+    asked = runs_of(what)
+    if not asked:
+        raise InputError(f"sets {', '.join(what.sets)}: no data found at {what.clicks}")
+    runs = measure_runs(asked, out / "runs", workers=workers, on_run=on_run)
     proof = prove_gradients(what) if "planted" in what.sets else None
     return {"verdicts": summarise_quality(runs), "gradients": proof, "runs": runs}
 
 
 def write_report(out: Path, found: Mapping[str, Any]) -> None:
-    """``report.json``, which is ``found``, and ``report.md``: a section for every part in it."""
+    """``report.json`` and ``report.md``: a section for every part of `PARTS` that was measured.
+
+    Parts that are not in ``found`` stay as an earlier reproduction into the folder left them.
+    """
+    found = _earlier(out / "report.json") | dict(found)
     sections = [_TITLE, ""]
     if "quality" in found:
         quality = found["quality"]
         sections.append(render_quality(quality["runs"], quality["gradients"]))
     write_whole(out / "report.json", json.dumps(found, indent=1) + "\n")
     write_whole(out / "report.md", "\n".join(sections))
+
+
+def _earlier(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

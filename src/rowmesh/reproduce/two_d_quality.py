@@ -1,11 +1,10 @@
 """The runs of the quality part: two at a time, each stored when it is done."""
 
 import dataclasses
+import functools
 import json
 import multiprocessing
-import signal
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,6 +14,8 @@ import torch
 
 from rowmesh.errors import InputError
 from rowmesh.files import write_whole
+from rowmesh.lab.signals import exit_on_signals, restore_signals
+from rowmesh.profile.workers import run_workers
 from rowmesh.reproduce.two_d_arms import Arm
 from rowmesh.reproduce.two_d_data import OneTable
 from rowmesh.reproduce.two_d_sets import CONTROL_GROUPS, Quality, TrialSet, trial_sets
@@ -75,24 +76,29 @@ def measure_runs(
     Args:
         runs: With names of their own.
         folder: For the files; made if it is not there.
-        workers: Processes that train, with one thread each; 1 trains in this process.
+        workers: Processes that train, with one thread each; 1 trains in this process. None is left
+            when this ends, also by a signal.
         on_run: Called after every run with the number done, the number of all, and its name.
 
     Raises:
-        InputError: If the folder cannot be written.
+        InputError: If the folder cannot be made, or data cannot be read.
+        PeerError: If a process failed.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"cannot make {folder}: {error.strerror}; give --out another") from None
-    results = {run: found for run in runs if (found := _stored(run, folder)) is not None}
-    on_run(len(results), len(runs), "stored")
-    for run, found in _train([run for run in runs if run not in results], workers):
-        results[run] = found
-        text = json.dumps({"asked": run.asked(), "found": found})
-        write_whole(folder / f"{run.name}.json", text + "\n")
-        on_run(len(results), len(runs), run.name)
-    return [_labels(run) | results[run] for run in runs]
+    left = [run for run in runs if _stored(run, folder) is None]
+    done = len(runs) - len(left)
+    on_run(done, len(runs), "stored")
+
+    def on_piece(number: int) -> None:
+        nonlocal done
+        done += 1
+        on_run(done, len(runs), left[number].name)
+
+    _make_all(left, folder, workers, on_piece)
+    return [_labels(run) | _read(run, folder) for run in runs]
 
 
 def _labels(run: Run) -> dict[str, Any]:
@@ -109,34 +115,42 @@ def _stored(run: Run, folder: Path) -> dict[str, Any] | None:
         return None  # none, or half of one
 
 
-def _train(runs: Sequence[Run], workers: int) -> Iterator[tuple[Run, dict[str, Any]]]:
-    if workers == 1 or not runs:
-        yield from ((run, _train_run(run)) for run in runs)
+def _read(run: Run, folder: Path) -> dict[str, Any]:
+    found = _stored(run, folder)
+    if found is None:
+        raise InputError(f"{folder / run.name}.json was there and is not any more: start again")
+    return found
+
+
+def _make_all(
+    runs: Sequence[Run], folder: Path, workers: int, on_piece: Callable[[int], None]
+) -> None:
+    numbered = list(enumerate(runs))
+    if workers == 1:
+        for number in _make(folder, numbered):
+            on_piece(number)
         return
-    spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_begin)
+    before = exit_on_signals()  # by way of the end of the workers
     try:
-        waiting: dict[Future[dict[str, Any]], Run] = {}
-        left = iter(runs)
-        while True:
-            # a few ahead: what is stopped leaves no long queue
-            for run in islice(left, 2 * workers - len(waiting)):
-                waiting[pool.submit(_train_run, run)] = run
-            if not waiting:
-                return
-            for future in wait(waiting, return_when=FIRST_COMPLETED).done:
-                yield waiting.pop(future), future.result()
+        parts = [numbered[first::workers] for first in range(min(workers, len(runs)))]
+        run_workers(functools.partial(_make, folder), parts, on_piece=on_piece)
     finally:
-        pool.shutdown(cancel_futures=True)
+        restore_signals(before)
 
 
-def _begin() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the pool
-    torch.set_num_threads(1)
-
-
-def _train_run(run: Run) -> dict[str, Any]:
-    return train_arm(run.trial.source(run.seed), run.trial.how, run.arm, lr=run.lr, seed=run.seed)
+def _make(folder: Path, numbered: Sequence[tuple[int, Run]]) -> Iterator[int]:
+    """Train and store runs; the number of each when it is done."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        torch.set_num_threads(1)
+    for number, run in numbered:
+        source, lr = run.trial.source(run.seed), run.lr
+        found = train_arm(source, run.trial.how, run.arm, lr=lr, seed=run.seed)
+        text = json.dumps({"asked": run.asked(), "found": found})
+        write_whole(folder / f"{run.name}.json", text + "\n")
+        yield number
+        if parent is not None and not parent.is_alive():
+            return  # killed: nobody waits for the others
 
 
 def prove_gradients(what: Quality, *, steps: int = 50) -> dict[str, Any]:
