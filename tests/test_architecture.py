@@ -38,7 +38,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "profile",
     },
     "recipes": {"train", "data"},
-    "reproduce": {"train", "planners", "cost", "runtime", "comm", "data", "lab", "profile"},
+    "reproduce": {
+        *("train", "planners", "cost", "runtime", "comm", "models", "nn", "data", "optim", "lab"),
+        "profile",
+    },
     "cli": {
         *("train", "planners", "cost", "comm", "data", "models", "nn", "lab", "profile"),
         "reproduce",

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rowmesh.cli.reproduce_2d import two_d_command
 from rowmesh.cli.terminal import one_sentence
 from rowmesh.errors import InputError, did_you_mean
 from rowmesh.files import check_target, write_whole
@@ -20,6 +21,7 @@ from rowmesh.reproduce.report import curve_name, draw_curves, render_report, sum
 __all__ = ["reproduce_app"]
 
 reproduce_app = typer.Typer(add_completion=False, no_args_is_help=True)
+reproduce_app.command("2d")(two_d_command)
 
 
 @reproduce_app.callback()

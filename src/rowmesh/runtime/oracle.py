@@ -100,6 +100,7 @@ class Oracle:
         self.dense = dense(self.parameters) if self.parameters else None
         self._arrived: list[_Arrival] = []
         self._part, self._forwards, self._num_steps = 0, 0, 0
+        self._apart: dict[str, list[Tensor]] = {}  # rows that groups stepped since the last sync
         self._names: list[list[str]] = []
         self._engines: list[LocalEngine] = []
         for _, module, configs in named_collections(self.model):
@@ -224,6 +225,8 @@ class Oracle:
             for view in s.views:
                 weight, state = self._weights[view][s.table], self._states[view][s.table]
                 s.rule.update(weight, state, s.rows, s.grad, lr, squares=s.squares)
+            if s.weight < 1.0:
+                self._apart.setdefault(s.table, []).append(s.rows)
         if self.dense is not None:
             self.dense.step()
         self._num_steps += 1
@@ -236,9 +239,11 @@ class Oracle:
         every, groups = list(range(len(self._weights))), self._groups.get(name)
         if groups is None:
             return [_Step(name, every, self._rules.together, *self._sum(mine))]
-        hot = self._everywhere[name]
-        steps = [_Step(name, every, self._rules.together, *self._sum(_among(mine, hot, True)))]
-        mine = _among(mine, hot, False)
+        hot, steps = self._everywhere[name], []
+        if len(hot):
+            of_all = _among(mine, hot, True)
+            steps = [_Step(name, every, self._rules.together, *self._sum(of_all))]
+            mine = _among(mine, hot, False)
         if self._views is None:
             return [*steps, _Step(name, every, self._rules.together, *self._sum(mine, groups))]
         for group in range(groups.count):
@@ -252,6 +257,8 @@ class Oracle:
         self, arrivals: Sequence[_Arrival], groups: Groups | None = None
     ) -> tuple[Tensor, Tensor]:
         """Rank by rank, within a rank forward by forward; then spans; then groups."""
+        if len(arrivals) == 1:
+            return arrivals[0].rows, arrivals[0].sums
         of = [0 if groups is None else groups.group(a.part) for a in arrivals]
         order = sorted(range(len(of)), key=lambda i: (of[i], arrivals[i].part, arrivals[i].forward))
         mine = [arrivals[i] for i in order]
@@ -282,17 +289,21 @@ class Oracle:
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Make the copies of all groups their mean, weights and optimiser state."""
+        """Make the copies of all groups their mean, weights and optimiser state.
+
+        Rows that no group has stepped since the last time are alike in all copies and stay so.
+        """
         self._num_steps = 0  # since the last sync
-        for name in self._groups if self._views is not None else ():
-            groups, views = self._groups[name], self._views
+        for name, stepped in self._apart.items():
+            groups, views, rows = self._groups[name], self._views, torch.unique(torch.cat(stepped))
             assert views is not None
             places = [views.group(groups.members(m)[0]) for m in range(groups.count)]
             tensors = [{"": w[name], **s[name]} for w, s in zip(*self._copies(), strict=True)]
             for key in tensors[0]:
-                mean = mean_of_groups([tensors[view][key] for view in places])
+                mean = mean_of_groups([tensors[v][key].index_select(0, rows) for v in places])
                 for view in tensors:
-                    view[key].copy_(mean)
+                    view[key].index_copy_(0, rows, mean)
+        self._apart.clear()
 
     def _copies(self) -> tuple[list[dict[str, Tensor]], list[dict[str, dict[str, Tensor]]]]:
         return self._weights, self._states
