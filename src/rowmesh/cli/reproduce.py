@@ -15,6 +15,7 @@ from rowmesh.reproduce.coverage import measure_coverage
 from rowmesh.reproduce.drift import Drifting, measure_drift
 from rowmesh.reproduce.flexshard import FlexShard, measure_flexshard
 from rowmesh.reproduce.flexshard_report import case_name, render_flexshard, summarise_case
+from rowmesh.reproduce.hosts import parse_shape
 from rowmesh.reproduce.p2res import P2res, measure_p2res
 from rowmesh.reproduce.report import curve_name, draw_curves, render_report, summarise
 
@@ -60,7 +61,7 @@ def p2res_command(
     """
     with one_sentence():
         what = P2res(
-            shapes=tuple(_shape(word) for word in shapes.split(",")),
+            shapes=tuple(parse_shape(word) for word in shapes.split(",")),
             rates=tuple(rates.split(",")),
             alphas=tuple(_number(word, "alpha") for word in alphas.split(",")),
             dedups=tuple(_switch(word) for word in dedup.split(",")),
@@ -119,7 +120,7 @@ def flexshard_command(
     """
     with one_sentence():
         what = FlexShard(
-            shapes=tuple(_shape(word) for word in shapes.split(",")),
+            shapes=tuple(parse_shape(word) for word in shapes.split(",")),
             rates=tuple(rates.split(",")),
             dedups=tuple(_switch(word) for word in dedup.split(",")),
             budgets=tuple(_number(word, "budget") for word in budgets.split(",")),
@@ -190,13 +191,6 @@ def _file(out: Path, suffix: str) -> Path:
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def _shape(word: str) -> tuple[int, int]:
-    hosts, _, local = word.partition("x")
-    if not (hosts.isdecimal() and local.isdecimal() and int(hosts) > 0 and int(local) > 0):
-        raise InputError(f"shape {word!r}: say hosts x ranks, as 2x2")
-    return int(hosts), int(local)
 
 
 def _number(word: str, what: str) -> float:

@@ -14,8 +14,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from rowmesh.cli.terminal import one_sentence
 from rowmesh.errors import InputError, did_you_mean
-from rowmesh.reproduce.two_d import PARTS, open_folder, run_quality, write_report
+from rowmesh.reproduce.hosts import parse_shape
+from rowmesh.reproduce.two_d import (
+    PARTS,
+    open_folder,
+    run_bytes,
+    run_quality,
+    run_speed,
+    write_report,
+)
 from rowmesh.reproduce.two_d_sets import SETS, Quality
+from rowmesh.reproduce.two_d_speed import Speed
 
 __all__ = ["two_d_command"]
 
@@ -35,15 +44,26 @@ def two_d_command(
         "../shared/data"
     ),
     parts: Annotated[str, typer.Option(help="Parts: " + ", ".join(PARTS) + ".")] = ",".join(PARTS),
+    shapes: Annotated[str, typer.Option(help="Hosts x ranks on each.")] = "2x2,4x1",
+    rates: Annotated[str, typer.Option(help="Of a host's link.")] = "200mbit",
+    syncs: Annotated[
+        str, typer.Option(help="Syncs that are timed, as for rowmesh plan --sync.")
+    ] = "gradients,weights:4",
+    alpha: Annotated[float, typer.Option(help="Zipf exponent of the ids that are timed.")] = 1.05,
+    cap: Annotated[int, typer.Option(help="Most rows of a table that is timed.")] = 100_000,
+    batch: Annotated[int, typer.Option(help="Samples per rank and step that are timed.")] = 2048,
+    rounds: Annotated[int, typer.Option(help="Every plan runs once in a round.")] = 5,
     workers: Annotated[int, typer.Option(min=1, help="Processes that train.")] = 2,
-    quick: Annotated[bool, typer.Option(help="2 seeds, few steps: shows that it works.")] = False,
+    quick: Annotated[bool, typer.Option(help="2 seeds, one round: shows that it works.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdicts as JSON.")] = False,
 ) -> None:
-    """Shard groups that step apart: quality by number of groups, scale of moments and sync.
+    """Shard groups: what they send, what a step takes, and what stepping apart does to quality.
 
-    Virtual ranks in one process train on planted data, where rare rows matter, and on clicks.
-    Nothing is timed, so other work does not harm; 5 seeds take about 20 minutes on 2 cores. A
-    reproduction that was stopped goes on where it was when it is started again with the same --out.
+    bytes: by link class, imbalance and memory of every size and layout, and of syncs; a minute.
+    speed: step time of each on emulated hosts, beside the cost model; needs root and iproute2, and
+    that nothing else runs; about 10 minutes. quality: virtual ranks in one process train on planted
+    data, where rare rows matter, and on clicks; not timed, 5 seeds take about 20 minutes on 2
+    cores, and when it is started again with the same --out it goes on where it was.
     """
     with one_sentence():
         wanted = _words(parts, PARTS, "part")
@@ -55,8 +75,24 @@ def two_d_command(
         )
         if quick:
             what = replace(what, seeds=what.seeds[:2], groups=(2, 4), periods=(4,), steps=30)
+        timed = Speed(
+            shapes=tuple(parse_shape(word) for word in shapes.split(",")),
+            rates=tuple(rates.split(",")),
+            syncs=tuple(syncs.split(",")),
+            alpha=alpha,
+            cap=cap,
+            batch=batch,
+            rounds=1 if quick else rounds,
+        )
         open_folder(out)
         found: dict[str, Any] = {}
+        if "bytes" in wanted:
+            _say("bytes")
+            found["bytes"] = run_bytes(timed)
+            write_report(out, found)
+        if "speed" in wanted:
+            found["speed"] = run_speed(timed, on_stage=_say)
+            write_report(out, found)
         if "quality" in wanted:
             if "clicks" in what.sets and not (data / "clicks").is_dir():
                 _say(f"{data / 'clicks'} is not there: no run on clicks; name its folder by --data")

@@ -4,12 +4,24 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from rowmesh.errors import LabError
+from rowmesh.errors import InputError, LabError
 from rowmesh.lab import Lab
 
-__all__ = ["measure_on_hosts", "run_on_hosts"]
+__all__ = ["measure_on_hosts", "parse_shape", "run_on_hosts"]
 
 _LONGEST_S = 3600.0  # of one shape at one rate
+
+
+def parse_shape(word: str) -> tuple[int, int]:
+    """``2x3`` as 2 hosts and 3 ranks on each.
+
+    Raises:
+        InputError: If it is not said so.
+    """
+    hosts, _, local = word.partition("x")
+    if not (hosts.isdecimal() and local.isdecimal() and int(hosts) > 0 and int(local) > 0):
+        raise InputError(f"shape {word!r}: say hosts x ranks, as 2x2")
+    return int(hosts), int(local)
 
 
 def run_on_hosts(

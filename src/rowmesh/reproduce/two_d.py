@@ -7,13 +7,17 @@ from typing import Any
 
 from rowmesh.errors import InputError
 from rowmesh.files import check_target, write_whole
+from rowmesh.reproduce.two_d_bytes import count_groups, count_sync
 from rowmesh.reproduce.two_d_quality import measure_runs, prove_gradients, runs_of
 from rowmesh.reproduce.two_d_report import render_quality, summarise_quality
 from rowmesh.reproduce.two_d_sets import Quality
+from rowmesh.reproduce.two_d_speed import Speed, measure_speed, steps_of
+from rowmesh.reproduce.two_d_speed_report import judge_speed, render_bytes, render_speed
 
-__all__ = ["PARTS", "open_folder", "run_quality", "write_report"]
+__all__ = ["PARTS", "open_folder", "run_bytes", "run_quality", "run_speed", "write_report"]
 
-PARTS = ("quality",)
+PARTS = ("bytes", "speed", "quality")
+_LARGE = (8, 8)  # where whole tables are uneven
 _TITLE = "# 2D sparse parallelism: groups of ranks, each with a copy of the tables"
 
 
@@ -49,6 +53,31 @@ def run_quality(
     return {"verdicts": summarise_quality(runs), "gradients": proof, "runs": runs}
 
 
+def run_bytes(what: Speed) -> dict[str, Any]:
+    """The part that is counted: by link class, imbalance, memory; sparse syncs beside dense."""
+    setting = {"cap": what.cap, "dim": what.dim, "alpha": what.alpha, "batch": what.batch // 4}
+    of_sync = setting | {"cap": 10 * what.cap, "batch": what.batch}
+    return {
+        "setting": setting,
+        "groups": count_groups([*what.shapes, _LARGE], **setting),  # type: ignore[arg-type]
+        "sync_setting": of_sync,
+        "sync": count_sync(what.shapes, **of_sync),  # type: ignore[arg-type]
+    }
+
+
+def run_speed(what: Speed, *, on_stage: Callable[[str], None]) -> dict[str, Any]:
+    """The part that is timed, on emulated hosts.
+
+    Raises:
+        InputError: Where emulated hosts are not permitted.
+        LabError: If ranks fail.
+    """
+    cases = list(measure_speed(what, on_stage=on_stage))
+    steps = steps_of(what)
+    setting = {"alpha": what.alpha, "batch": what.batch, "rounds": what.rounds, "steps": steps}
+    return {"setting": setting, "cases": cases, "verdicts": [judge_speed(c) for c in cases]}
+
+
 def write_report(out: Path, found: Mapping[str, Any]) -> None:
     """``report.json`` and ``report.md``: a section for every part of `PARTS` that was measured.
 
@@ -56,6 +85,9 @@ def write_report(out: Path, found: Mapping[str, Any]) -> None:
     """
     found = _earlier(out / "report.json") | dict(found)
     sections = [_TITLE, ""]
+    for part, render in (("bytes", render_bytes), ("speed", render_speed)):
+        if part in found:
+            sections.append(render(found[part]))
     if "quality" in found:
         quality = found["quality"]
         sections.append(render_quality(quality["runs"], quality["gradients"]))

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from rowmesh.train.calibrate.dense import count_dense
 from rowmesh.train.config import RunConfig
 from rowmesh.train.model import ModelConfig, build_model
 
-__all__ = ["Speed", "compare_groups", "config_of", "measure_speed"]
+__all__ = ["Speed", "compare_groups", "config_of", "measure_speed", "steps_of"]
 
 _COUNTED = 32  # batches of rank 0 that statistics are of
 
@@ -70,6 +71,11 @@ def config_of(asked: Speed) -> RunConfig:
     )
 
 
+def steps_of(asked: Speed) -> int:
+    """Steps of a plan in a round: as many syncs in those of every plan."""
+    return math.lcm(2, *(parse_sync(sync).period for sync in asked.syncs))
+
+
 def compare_groups(asked: Speed, mesh: Mesh, calibration: Calibration) -> dict[str, Any]:
     """Every plan's milliseconds, model and bytes; the same on all ranks.
 
@@ -78,8 +84,7 @@ def compare_groups(asked: Speed, mesh: Mesh, calibration: Calibration) -> dict[s
     """
     config = config_of(asked)
     plans = on_rank_0(mesh, lambda: _plans(asked, mesh, calibration))
-    periods = [parse_sync(sync).period for sync in asked.syncs]
-    contest = Contest(config=config, rounds=asked.rounds, steps=max(2, *periods))
+    contest = Contest(config=config, rounds=asked.rounds, steps=steps_of(asked))
     rows = compare(contest, plans, mesh)
     of_plan = [
         {
