@@ -10,7 +10,7 @@ from rowmesh.reproduce.two_d_verdicts import judge, word
 __all__ = ["figures_by_set", "render_quality", "summarise_quality"]
 
 _SETS = {
-    "planted": "8 tables of 250 rows, an additive model: rows are seen often, most by one group a "
+    "planted": "8 tables of 250 rows, an additive model: rows are seen often, many by one group a "
     "step",
     "few": "8 tables of 10,000 rows, an additive model: most rows are seen a few times",
     "dcn": "the rows of `planted`, a DCN with one cross layer",

@@ -99,7 +99,7 @@ def arms_of(count: int, *, with_root: bool = True) -> tuple[Arm, ...]:
 def trial_sets(what: Quality) -> list[TrialSet]:
     """The sets in the order in which they run; clicks only where they are found.
 
-    ``planted``: every row is seen often, most in one group at a time; ``few``: 10,000 rows a table,
+    ``planted``: every row is seen often, many by one group a step; ``few``: 10,000 rows a table,
     most of them seen a few times; ``dcn``: ``planted`` learnt by a DCN; ``clicks``.
     """
     every = [arm for count in what.groups for arm in arms_of(count)]
