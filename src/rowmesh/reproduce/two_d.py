@@ -53,13 +53,16 @@ def run_quality(
     return {"verdicts": summarise_quality(runs), "gradients": proof, "runs": runs}
 
 
-def run_bytes(what: Speed) -> dict[str, Any]:
-    """The part that is counted: by link class, imbalance, memory; sparse syncs beside dense."""
+def run_bytes(what: Speed, *, large: tuple[int, int] = _LARGE) -> dict[str, Any]:
+    """The part that is counted: by link class, imbalance, memory; sparse syncs beside dense.
+
+    The first is counted on a ``large`` shape too.
+    """
     setting = {"cap": what.cap, "dim": what.dim, "alpha": what.alpha, "batch": what.batch // 4}
     of_sync = setting | {"cap": 10 * what.cap, "batch": what.batch}
     return {
         "setting": setting,
-        "groups": count_groups([*what.shapes, _LARGE], **setting),  # type: ignore[arg-type]
+        "groups": count_groups([*what.shapes, large], **setting),  # type: ignore[arg-type]
         "sync_setting": of_sync,
         "sync": count_sync(what.shapes, **of_sync),  # type: ignore[arg-type]
     }
