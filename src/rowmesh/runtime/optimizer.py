@@ -202,7 +202,12 @@ class Optimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Dense state, and this rank's part of the sparse state (`rowmesh` saves all of it)."""
+        """Dense state, and this rank's part of the sparse state (`rowmesh` saves all of it).
+
+        Of shard groups that step apart it is the group's own.
+        """
+        for replicas in self._replicas:
+            replicas.finish()
         return {
             "dense": self.dense.state_dict() if self.dense is not None else None,
             "sparse_group": {k: v for k, v in self.param_groups[-1].items() if k != "params"},

@@ -203,8 +203,8 @@ class _Mine:
         mine = {p.kind: p for p in parts if p.stack == number}
         self.parts = [mine[kind] for kind in ("home", "host") if kind in mine]
         if self.parts:
-            self.rows = torch.cat([p.rows.long() for p in self.parts])
-            self.grad = torch.cat([p.grad for p in self.parts])
+            rows, grads = [p.rows.long() for p in self.parts], [p.grad for p in self.parts]
+            self.rows, self.grad = (torch.cat(t) if len(t) > 1 else t[0] for t in (rows, grads))
 
     def put(
         self, slots: Tensor, grad: Tensor, first_copy: int
