@@ -22,7 +22,7 @@ FAILING = Path("failing-plans")
 SUITE = settings(
     derandomize=True,
     deadline=None,
-    max_examples=42,
+    max_examples=32,
     print_blob=False,
     suppress_health_check=list(HealthCheck),
 )
@@ -109,7 +109,7 @@ def test_exact_plans_equal_the_oracle_bitwise(world: int, data: st.DataObject) -
 
 
 @pytest.mark.parametrize("place", ["columns", "boxes", "host", "grid"])
-@settings(SUITE, max_examples=10)
+@settings(SUITE, max_examples=8)
 @given(data=st.data())
 def test_every_split_on_two_hosts_equals_the_oracle_bitwise(
     place: str, data: st.DataObject
@@ -128,13 +128,26 @@ def test_row_split_pooled_plans_equal_the_oracle_within_tolerance(
     check(case, tolerance=E1_TOLERANCE)
 
 
-@pytest.mark.parametrize("mode", ["gradients", "weights", "moments-first"])
-@pytest.mark.parametrize("world", [2, 3, 4])
-@settings(SUITE, max_examples=12)
+MODES = ["gradients", "weights", "moments-first"]
+
+
+@pytest.mark.parametrize(
+    ("world", "mode"), [*((w, mode) for w in (2, 4) for mode in MODES), (3, "weights")]
+)
+@settings(SUITE, max_examples=10)
 @given(data=st.data())
 def test_shard_groups_equal_their_oracle_bitwise(
     world: int, mode: str, data: st.DataObject
 ) -> None:
+    check(data.draw(grouped(world=world, mode=mode)), tolerance=0.0)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("world", [2, 3, 4])
+@settings(NIGHTLY, max_examples=500)
+@given(data=st.data())
+def test_many_more_shard_groups(world: int, mode: str, data: st.DataObject) -> None:
     check(data.draw(grouped(world=world, mode=mode)), tolerance=0.0)
 
 
