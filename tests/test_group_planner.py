@@ -477,7 +477,7 @@ def test_sync_that_cannot_be_read(text: str, message: str) -> None:
 def test_words_of_groups() -> None:
     assert [parse_groups(g) for g in ("off", "auto", "4", 4)] == ["off", "auto", 4, 4]
     assert parse_layout("strided") == ("strided",)
-    for wrong in ("some", "-1", True, "1.5"):
+    for wrong in ("some", "-1", True, "1.5", "0", 0, -2):
         with pytest.raises(InputError, match="say off, auto, or the number of ranks"):
             parse_groups(wrong)
     with pytest.raises(InputError, match="unknown layout 'stride': did you mean 'strided'"):

@@ -1,5 +1,6 @@
 """Shard groups on real ranks: their laws, checkpoints between them, mistakes that are caught."""
 
+import copy
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -10,11 +11,13 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 import rowmesh as rm
 from rowmesh.comm.mesh import Mesh
 from rowmesh.placement import Sync
 from rowmesh.runtime import meeting, replicas, touched
+from rowmesh.runtime.embeddings import sharded_engines
 from rowmesh.runtime.replicas import Replicas
 from tests.cases import DENSE, RULES, Case, Collection, Model, Run, Table, train_case
 from tests.ranks import run_on_ranks
@@ -82,7 +85,7 @@ def test_sgd_that_syncs_every_step_is_full_model_parallelism(
 )
 def test_summed_gradients_are_full_model_parallelism(size: int, layout: str, rule: str) -> None:
     ours = run(make_case(size, layout=layout, rule=rule))[0]
-    assert furthest(ours, full("rowwise" if rule in ("scaled", "halved") else rule)) < 1e-5
+    assert furthest(ours, full(rule)) < 1e-5
 
 
 @pytest.mark.parametrize("sync", [("weights", 2, "sparse"), ("moments-first", 3, "dense")])
@@ -180,6 +183,60 @@ def test_checkpoints_are_taken_together_and_loaded_under_other_groups(tmp_path: 
     for other in others:
         found = run_on_ranks(4, load_and_go_on, other, str(tmp_path), hosts=2)
         assert different(found[0][0], saved[0][0]) == []
+
+
+def replicas_differ(mesh: Mesh, model: nn.Module) -> float:
+    """The largest difference between what this rank and its first replica hold."""
+    found = 0.0
+    for stack in (s for e in sharded_engines(model) for s in e.stacks):
+        first = stack.layout.groups.replicas(mesh.rank)[0]
+        for tensor in (stack.home, *stack.home_state.values()):
+            everyone = mesh.gather_objects(tensor)
+            found = max([found, *(everyone[first] - tensor).abs().flatten().tolist()])
+    return found
+
+
+def state_dicts_between_syncs(mesh: Mesh, case: Case) -> list[float]:
+    model, optimizer = start(mesh, case)
+    batches = case.batches_of(mesh.rank)
+    found = []
+    train(mesh, model, optimizer, batches[:1])
+    saved = copy.deepcopy(optimizer.state_dict())
+    found.append(replicas_differ(mesh, model))  # they came together for it
+    train(mesh, model, optimizer, batches[1:2])
+    found.append(replicas_differ(mesh, model))
+    optimizer.load_state_dict(saved)
+    found.append(replicas_differ(mesh, model))
+    train(mesh, model, optimizer, batches[2:])
+    optimizer.sync()
+    found.append(replicas_differ(mesh, model))
+    return found
+
+
+def test_state_dicts_are_of_groups_together() -> None:
+    case = make_case(2, sync=("weights", 50, "sparse"))
+    together, apart, loaded, synced = zip(
+        *run_on_ranks(4, state_dicts_between_syncs, case, hosts=2), strict=True
+    )
+    assert max(apart) > 0.0
+    assert max(*together, *loaded, *synced) == 0.0
+
+
+def steps_without_a_forward(mesh: Mesh, case: Case) -> list[bool]:
+    """Whether the sync before was over whenever a step began another."""
+    model, optimizer = start(mesh, case)
+    train(mesh, model, optimizer, case.batches_of(mesh.rank)[:1])
+    found = []
+    for _ in range(4):
+        before = [engine.replicas._under_way for engine in sharded_engines(model)]
+        optimizer.step()
+        found += [future is not None and future.done() for future in before]
+    return found
+
+
+def test_one_sync_at_a_time_is_under_way() -> None:
+    case = make_case(1, sync=("weights", 1, "sparse"))
+    assert all(map(all, run_on_ranks(4, steps_without_a_forward, case, hosts=2)))
 
 
 Patch = AbstractContextManager[Any]

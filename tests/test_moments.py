@@ -16,7 +16,7 @@ import rowmesh as rm
 from rowmesh.errors import InputError
 from rowmesh.features import Batch, KeyedJaggedTensor
 from rowmesh.optim import MomentumScaledRowwiseAdagrad, RowwiseAdagrad, UpdateRule
-from rowmesh.optim.groups import Rules, mean_of_groups
+from rowmesh.optim.groups import mean_of_groups, rule_apart
 from rowmesh.placement import (
     Copies,
     MeshShape,
@@ -222,24 +222,16 @@ def test_another_number_of_groups_needs_no_rescaling() -> None:
     assert float(v) == pytest.approx(2 * 0.25**2)
 
 
-# Rules and mean_of_groups
+# rule_apart and mean_of_groups
 
 
-def test_rules_of_rows_that_groups_step_together_or_apart() -> None:
+def test_the_rule_of_rows_that_groups_step_together_or_apart() -> None:
     scaled = MomentumScaledRowwiseAdagrad(lr=0.3, eps=0.5, scale="groups")
-    rules = Rules(scaled, has_groups=True)
-    assert rules.together == RowwiseAdagrad(lr=0.3, eps=0.5)
-    assert rules.apart(4) == replace(scaled, scale=4.0)
-    assert rules.apart(1) == rules.together
-    fixed = Rules(replace(scaled, scale=2.0), has_groups=True)
-    assert fixed.together == RowwiseAdagrad(lr=0.3, eps=0.5)
-    assert fixed.apart(4) == replace(scaled, scale=2.0)
-    alone = Rules(scaled, has_groups=False)
-    assert alone.together == replace(scaled, scale=1.0)
-    assert Rules(replace(scaled, scale=2.0), has_groups=False).together.scale == 2.0  # type: ignore[attr-defined]
-    for rule in RULES[:4]:
-        assert Rules(rule, has_groups=True).together is rule
-        assert Rules(rule, has_groups=True).apart(4) is rule
+    for count in (1, 4):
+        assert rule_apart(scaled, count) == replace(scaled, scale=float(count))
+        assert rule_apart(replace(scaled, scale=2.0), count) == replace(scaled, scale=2.0)
+        for rule in RULES[:4]:
+            assert rule_apart(rule, count) is rule
 
 
 def test_the_mean_is_added_in_order_in_fp32() -> None:
@@ -325,10 +317,8 @@ def test_sgd_synced_every_step_is_full_model_parallelism(
 @by_rule
 def test_summed_gradients_are_full_model_parallelism(rule: UpdateRule) -> None:
     steps = random_steps(1, 4)
-    plain = MomentumScaledRowwiseAdagrad
-    alone = RowwiseAdagrad(lr=rule.lr) if isinstance(rule, plain) else rule
-    flat = train(plan(4, 1), alone, steps, curve=1.0)
-    hosts = train(plan(4, 1, tree="host-first", local=2), alone, steps, curve=1.0)
+    flat = train(plan(4, 1), rule, steps, curve=1.0)
+    hosts = train(plan(4, 1, tree="host-first", local=2), rule, steps, curve=1.0)
     same = [  # the same sums in the same order
         (flat, plan(4, 4, mode="gradients")),
         (hosts, plan(4, 2, mode="gradients", tree="host-first", local=2)),
@@ -389,8 +379,7 @@ def test_rows_on_every_rank_are_stepped_as_without_groups(
     rule: UpdateRule, mode: str, period: int
 ) -> None:
     steps, hot = random_steps(5, 4, num_steps=4), [0, 3, 7, 11]
-    alone = RowwiseAdagrad(lr=rule.lr) if isinstance(rule, MomentumScaledRowwiseAdagrad) else rule
-    full = train(plan(4, 1), alone, steps)
+    full = train(plan(4, 1), rule, steps)
     how = plan(4, 4, mode=mode, period=1 if mode == "gradients" else period, hot=hot)
     oracle = train(how, rule, steps)
     for weight, state in zip(*oracle._copies(), strict=True):  # also between syncs

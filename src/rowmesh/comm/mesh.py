@@ -246,7 +246,7 @@ class Mesh:
     def close(self) -> None:
         """End the communication threads and leave a note that this rank ended normally."""
         for worker in self._workers.values():
-            worker.shutdown(cancel_futures=True)  # peers wait for what is under way
+            worker.shutdown()  # peers wait for what is under way
         self.wire.close()
         self.bulletin.leave(self.num_forwards)
 

@@ -5,32 +5,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rowmesh.optim.rules import MomentumScaledRowwiseAdagrad, RowwiseAdagrad, UpdateRule
+from rowmesh.optim.rules import MomentumScaledRowwiseAdagrad, UpdateRule
 
-__all__ = ["Rules", "mean_of_groups"]
+__all__ = ["mean_of_groups", "rule_apart"]
 
 
-class Rules:
-    """The update rule of rows whose groups step ``apart`` or together.
-
-    A momentum-scaled rule is row-wise AdaGrad for rows that are stepped with the gradient, or the
-    squares, of all ranks: their moment is the one without groups already.
-    """
-
-    def __init__(self, rule: UpdateRule, *, has_groups: bool) -> None:
-        self.together = rule
-        self._rule = rule
-        if isinstance(rule, MomentumScaledRowwiseAdagrad):
-            if has_groups:
-                self.together = RowwiseAdagrad(lr=rule.lr, eps=rule.eps)
-            else:
-                self.together = rule.for_groups(1)
-
-    def apart(self, count: int) -> UpdateRule:
-        """Of rows on which ``count`` groups step apart."""
-        if isinstance(self._rule, MomentumScaledRowwiseAdagrad) and count > 1:
-            return self._rule.for_groups(count)
-        return self.together
+def rule_apart(rule: UpdateRule, count: int) -> UpdateRule:
+    """The rule of rows on which ``count`` groups step apart, 1 if all ranks step together."""
+    if isinstance(rule, MomentumScaledRowwiseAdagrad):
+        return rule.for_groups(count)
+    return rule
 
 
 def mean_of_groups(values: Sequence[Tensor]) -> Tensor:

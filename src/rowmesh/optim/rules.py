@@ -174,7 +174,7 @@ class MomentumScaledRowwiseAdagrad:
         lr, eps: As for `RowwiseAdagrad`.
         scale: c. ``"groups"`` is the number of groups that step apart: M where weights are
             averaged, 1 where gradients or squares of all groups are summed first, and for rows
-            that every rank holds.
+            that every rank holds. A number is c for all rows under every plan.
     """
 
     lr: float = 0.01

@@ -47,11 +47,10 @@ def parse_groups(groups: str | int) -> str | int:
     Raises:
         InputError: If it is neither.
     """
-    if isinstance(groups, int) and not isinstance(groups, bool):
-        return groups
     if groups in ("off", "auto"):
         return groups
-    if isinstance(groups, str) and groups.isdecimal():
+    is_number = isinstance(groups, int) and not isinstance(groups, bool)
+    if (is_number or (isinstance(groups, str) and groups.isdecimal())) and int(groups) > 0:
         return int(groups)
     raise InputError(f"groups {groups!r}: say off, auto, or the number of ranks in a shard group")
 
@@ -178,8 +177,14 @@ def _thin(meshes: Sequence[MeshShape], problem: Problem) -> list[MeshShape]:
 def _best(tried: Sequence[_Tried]) -> _Tried:
     planned = [one for one in tried if one.grouped is not None]
     if not planned:
-        assert tried[0].error is not None
-        raise tried[0].error
+        first = tried[0].error
+        assert first is not None
+        if len(tried) == 1:
+            raise first
+        sizes = ", ".join(str(n) for n in dict.fromkeys(one.mesh.group for one in tried))
+        raise PlanError(
+            f"no plan in shard groups of {sizes} ranks; of {tried[0].mesh.group}: {first}"
+        )
     least = min(one.candidate.step_s for one in planned)
     near = [one for one in planned if one.candidate.step_s <= least * (1.0 + 1e-9)]
     return min(near, key=lambda one: (-one.mesh.group, one.mesh.layout))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rowmesh.errors import InputError, StepError
 from rowmesh.optim import SGD, MomentumScaledRowwiseAdagrad, RowwiseAdagrad, UpdateRule
-from rowmesh.optim.groups import Rules
+from rowmesh.optim.groups import rule_apart
 from rowmesh.placement import Plan
 from rowmesh.runtime.dense import DenseBuckets
 from rowmesh.runtime.embeddings import ShardedEngine, sharded_engines
@@ -60,7 +60,6 @@ class Optimizer(torch.optim.Optimizer):
                 f"sync 'moments-first' sums the squares of rows: it goes with row-wise AdaGrad "
                 f"or SGD, not with {type(sparse).__name__}; use 'gradients' or 'weights'"
             )
-        self._rules = Rules(sparse, has_groups=plan.has_replicas)
         self._pending: list[list[RowGradient]] | None = None
         for engine in self._engines:
             for stack in engine.stacks:
@@ -113,6 +112,7 @@ class Optimizer(torch.optim.Optimizer):
         for parts, column_squares, replicas in zip(
             pending, self._squares, self._replicas, strict=True
         ):
+            replicas.finish()  # a step may come without a forward
             replicas.remember(parts)
             squares: list[Tensor | None] = [None] * len(parts)
             if self._rule.adds_squares:
@@ -126,6 +126,18 @@ class Optimizer(torch.optim.Optimizer):
                 self.dense.zero_grad(set_to_none=True)
         self._pending = None
 
+    def sync(self) -> None:
+        """Make the rows and state of shard groups that step apart their mean now.
+
+        A plan's sync does it every ``period`` steps; an evaluation in between that should see
+        what a checkpoint would hold calls it first. Checkpoints and exports do.
+
+        Collective:
+            All ranks, between steps.
+        """
+        for replicas in self._replicas:
+            replicas.bring_together()
+
     def _update(
         self,
         parts: list[RowGradient],
@@ -135,7 +147,7 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         for part, found in zip(parts, squares, strict=True):
             if len(part.rows):
-                rows, rule = part.rows.long(), self._rules.apart(replicas.num_apart(part))
+                rows, rule = part.rows.long(), rule_apart(self._rule, replicas.num_apart(part))
                 rule.update(part.weight, part.state, rows, part.grad, lr, squares=found)
 
     @torch.no_grad()
@@ -204,10 +216,10 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Dense state, and this rank's part of the sparse state (`rowmesh` saves all of it).
 
-        Of shard groups that step apart it is the group's own.
+        Collective:
+            All ranks, if shard groups step apart: their rows are averaged first (`sync`).
         """
-        for replicas in self._replicas:
-            replicas.finish()
+        self.sync()
         return {
             "dense": self.dense.state_dict() if self.dense is not None else None,
             "sparse_group": {k: v for k, v in self.param_groups[-1].items() if k != "params"},
@@ -224,7 +236,12 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave, under the same plan and rank."""
+        """Restore what `state_dict` gave, under the same plan and rank.
+
+        Collective:
+            As `state_dict`.
+        """
+        self.sync()
         stacks = [stack for engine in self._engines for stack in engine.stacks]
         if len(stacks) != len(state_dict["sparse"]):
             raise InputError(

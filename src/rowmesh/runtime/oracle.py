@@ -20,7 +20,7 @@ from rowmesh.nn.init import fill_initial_values
 from rowmesh.nn.kernels import coalesce
 from rowmesh.nn.local import LocalEngine, Sink
 from rowmesh.optim import UpdateRule
-from rowmesh.optim.groups import Rules, mean_of_groups
+from rowmesh.optim.groups import mean_of_groups, rule_apart
 from rowmesh.optim.squares import mean_squares
 from rowmesh.placement import Copies, Groups, Plan, Sync, hot_ids
 from rowmesh.runtime.adopt import adopt_collections
@@ -123,7 +123,7 @@ class Oracle:
             of_tables = {table.name: plan.groups(table) for table in plan.tables}
             self._groups = {name: g for name, g in of_tables.items() if g.count > 1}
             self._find_hot(plan)
-        self._rules = Rules(self.rule, has_groups=bool(self._groups))
+        self._together = rule_apart(self.rule, 1)
         finest = min(self._groups.values(), key=lambda g: g.size, default=None)
         self._views = finest if self.sync_settings.mode != "gradients" else None
         count = 1 if self._views is None else self._views.count
@@ -238,18 +238,18 @@ class Oracle:
         mine = [a for a in self._arrived if a.table == name]
         every, groups = list(range(len(self._weights))), self._groups.get(name)
         if groups is None:
-            return [_Step(name, every, self._rules.together, *self._sum(mine))]
+            return [_Step(name, every, self._together, *self._sum(mine))]
         hot, steps = self._everywhere[name], []
         if len(hot):
             of_all = _among(mine, hot, True)
-            steps = [_Step(name, every, self._rules.together, *self._sum(of_all))]
+            steps = [_Step(name, every, self._together, *self._sum(of_all))]
             mine = _among(mine, hot, False)
         if self._views is None:
-            return [*steps, _Step(name, every, self._rules.together, *self._sum(mine, groups))]
+            return [*steps, _Step(name, every, self._together, *self._sum(mine, groups))]
         for group in range(groups.count):
             rows, grad = self._sum([a for a in mine if groups.group(a.part) == group])
             views = [v for v in every if groups.group(self._views.members(v)[0]) == group]
-            rule = self._rules.apart(groups.count)
+            rule = rule_apart(self.rule, groups.count)
             steps.append(_Step(name, views, rule, rows, grad * groups.count, 1.0 / groups.count))
         return steps
 
@@ -283,7 +283,7 @@ class Oracle:
             for s in mine:
                 grad = s.grad.new_zeros((len(rows), s.grad.shape[1]))
                 grad[torch.searchsorted(rows, s.rows)] = s.grad
-                rule = self._rules.together
+                rule = self._together
                 found.append(_Step(name, s.views, rule, rows, grad, s.weight, moment))
         return found
 

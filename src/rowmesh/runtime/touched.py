@@ -12,7 +12,7 @@ __all__ = ["Touched"]
 
 
 class Touched:
-    """Of one stack. Memory follows the touched rows, and a bit for every other.
+    """Of one stack. Memory follows the touched rows, and a byte for every other.
 
     A replica that did not touch a row counts with its old value in the mean, so those that did
     must know what it was.

@@ -268,7 +268,11 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self, listeners: Sequence[Listener]) -> dict[str, Any]:
-        """Metrics of the model, and the AUC of the truth, on all held-out batches."""
+        """Metrics of the model, and the AUC of the truth, on all held-out batches.
+
+        The model is what a checkpoint would hold: shard groups that step apart are averaged.
+        """
+        self.optimizer.sync()
         mesh, source = self.mesh, self.config.data
         held_out = source.held_out(rank=mesh.rank, world=mesh.world)
         chosen = itertools.islice(held_out, self.config.training.eval_batches)
