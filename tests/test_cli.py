@@ -323,6 +323,7 @@ def test_verify_a_recipe_and_a_model(tmp_path: Path) -> None:
         "num_steps": 1,
         "num_tensors": 65,
         "difference": None,
+        "is_bitwise": True,
         "is_equal": True,
     }
 

@@ -405,7 +405,8 @@ def test_bad_words_end_with_one_sentence(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_quick_reproduction_in_two_processes(tmp_path: Path) -> None:
-    words = ["--quick", "--sets", "planted,clicks", "--data", str(tmp_path), "--json"]
+    words = ["--quick", "--parts", "quality", "--sets", "planted,clicks"]
+    words += ["--data", str(tmp_path), "--json"]
     ended = run(tmp_path / "r", *words)
     assert ended.exit_code == 0, ended.stderr
     assert "no run on clicks" in ended.stderr
@@ -418,7 +419,8 @@ def test_a_quick_reproduction_in_two_processes(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_reproduction_that_is_stopped_leaves_no_process_and_goes_on(tmp_path: Path) -> None:
-    words = ("reproduce", "2d", "--quick", "--sets", "planted", "--out", str(tmp_path / "r"))
+    words = ("reproduce", "2d", "--quick", "--parts", "quality", "--sets", "planted")
+    words += ("--out", str(tmp_path / "r"))
     process = start(*words)
     assert process.stderr is not None
     assert "0 of 58 runs: stored" in process.stderr.readline()

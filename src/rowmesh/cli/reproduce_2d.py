@@ -23,6 +23,7 @@ from rowmesh.reproduce.two_d import (
     run_speed,
     write_report,
 )
+from rowmesh.reproduce.two_d_quality import runs_of
 from rowmesh.reproduce.two_d_sets import SETS, Quality
 from rowmesh.reproduce.two_d_speed import Speed
 
@@ -84,6 +85,8 @@ def two_d_command(
             batch=batch,
             rounds=1 if quick else rounds,
         )
+        if "quality" in wanted:
+            runs_of(what)  # complains before hours have passed
         open_folder(out)
         found: dict[str, Any] = {}
         if "bytes" in wanted:

@@ -41,14 +41,8 @@ def run_quality(
     """The quality part: all runs, the proof of mode gradients, verdicts.
 
     Runs are stored in ``out/runs``, so that a reproduction that was stopped goes on there.
-
-    Raises:
-        InputError: If there is nothing to train: clicks alone were asked for, and are not there.
     """
-    asked = runs_of(what)
-    if not asked:
-        raise InputError(f"sets {', '.join(what.sets)}: no data found at {what.clicks}")
-    runs = measure_runs(asked, out / "runs", workers=workers, on_run=on_run)
+    runs = measure_runs(runs_of(what), out / "runs", workers=workers, on_run=on_run)
     proof = prove_gradients(what) if "planted" in what.sets else None
     return {"verdicts": summarise_quality(runs), "gradients": proof, "runs": runs}
 

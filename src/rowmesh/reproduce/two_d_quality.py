@@ -51,7 +51,11 @@ class Run:
 
 
 def runs_of(what: Quality) -> list[Run]:
-    """Arm by arm, the arms with 4 groups of all sets first: what is stopped can be judged."""
+    """Arm by arm, the arms with 4 groups of all sets first: what is stopped can be judged.
+
+    Raises:
+        InputError: If there is nothing to train: clicks alone were asked for, and are not there.
+    """
     found = []
     for trial in trial_sets(what):
         for arm in trial.arms:
@@ -59,6 +63,8 @@ def runs_of(what: Quality) -> list[Run]:
             rates = trial.rates if arm.period == 1 else trial.rates[:1]
             for lr in rates:
                 found += [Run(trial=trial, arm=arm, lr=lr, seed=seed) for seed in what.seeds]
+    if not found:
+        raise InputError(f"sets {', '.join(what.sets)}: no data found at {what.clicks}")
     return sorted(found, key=lambda run: run.arm.groups not in (1, CONTROL_GROUPS))
 
 
