@@ -5,6 +5,7 @@ can be read. `train_case` runs it on a mesh, `oracle_case` in one process.
 """
 
 import functools
+import itertools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -105,6 +106,7 @@ class Case:
     later: tuple[Collection, ...] = ()  # with other hot rows, from the second step on
     layout: str = "contiguous"
     sync: tuple[str, int, str] = ("gradients", 1, "sparse")
+    depth: int = 1
 
     @property
     def num_features(self) -> int:
@@ -177,6 +179,7 @@ class Case:
             dense=bucket_elements(sizes),
             tree=self.tree,
             sync=Sync(mode=self.sync[0], period=self.sync[1], form=self.sync[2]),
+            depth=self.depth,
         ).validate()
 
     def batch(self, step: int, rank: int) -> dict[str, Any]:
@@ -299,10 +302,10 @@ def train_case(mesh: Mesh, case: Case) -> Run:
     model = rm.shard(Model(case), case.plan(), mesh)
     optimizer = rm.Optimizer(model, dense=DENSE[case.dense], sparse=RULES[case.rule])
     losses, ledgers = [], []
-    batches = case.batches_of(mesh.rank)
-    for start in range(0, len(batches), case.accumulate):
+    batches = iter(rm.Pipeline(model).batches(case.batches_of(mesh.rank)))
+    for start in range(0, len(case.ids), case.accumulate):
+        group = list(itertools.islice(batches, case.accumulate))
         mesh.ledger.reset()
-        group = batches[start : start + case.accumulate]
         if len(group) > 1:
             with optimizer.accumulate():
                 for batch in group:
@@ -319,6 +322,7 @@ def train_case(mesh: Mesh, case: Case) -> Run:
         ledgers.append(mesh.ledger.by_edge())
         if case.later and start == 0:
             change_tiers(model, case.plan_at(1), optimizer=optimizer)
+    assert next(batches, None) is None
     stacks = [s for e in sharded_engines(model) for s in e.stacks]
     copies = [s.copies for s in stacks] + [v for s in stacks for v in s.copies_state.values()]
     return Run(
@@ -544,7 +548,7 @@ def cases(
     sizes = [t.rows for c in collections for t in c.tables for _ in range(t.features)]
     accumulate = draw(st.sampled_from([1, 1, 2]))
     steps = []
-    for _ in range(draw(st.integers(1, 3))):
+    for _ in range(draw(st.integers(1, 4))):
         ranks = []
         for _ in range(world):
             num_samples = draw(st.integers(0, 4))
@@ -572,6 +576,7 @@ def cases(
         skips_first=draw(st.booleans()),
         has_unused=draw(st.booleans()),
         later=later,
+        depth=draw(st.integers(1, 3)),
     )
 
 

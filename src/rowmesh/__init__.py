@@ -24,6 +24,7 @@ from rowmesh.runtime.export_files import export_safetensors
 from rowmesh.runtime.load import load_full_state_dict, load_pretrained
 from rowmesh.runtime.optimizer import Optimizer
 from rowmesh.runtime.oracle import Oracle
+from rowmesh.runtime.pipeline import Pipeline
 from rowmesh.runtime.retier import change_tiers
 from rowmesh.runtime.shard import shard
 from rowmesh.runtime.unshard import unshard
@@ -56,6 +57,7 @@ __all__ = [
     "Oracle",
     "PeerError",
     "Pin",
+    "Pipeline",
     "Plan",
     "PlanError",
     "PoolingType",

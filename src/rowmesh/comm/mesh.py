@@ -216,10 +216,7 @@ class Mesh:
         iterator = iter(loader)
         batch = last = next(iterator, None)
         if batch is None and empty is None:
-            raise InputError(
-                f"rank {self.rank}: the loader gave no batch at all; pass batches(loader, "
-                f"empty=...) so that this rank can take part with no samples"
-            )
+            raise InputError(self.no_batch())
         while True:
             with self.trace.phase("data"):
                 following = next(iterator, None) if batch is not None else None
@@ -237,6 +234,13 @@ class Mesh:
             if loop.all_last:
                 return
             batch = following
+
+    def no_batch(self) -> str:
+        """What to say of a loader without a batch."""
+        return (
+            f"rank {self.rank}: the loader gave no batch at all; pass batches(loader, "
+            f"empty=...) so that this rank can take part with no samples"
+        )
 
     def fail(self, error: BaseException) -> None:
         """Publish ``error`` as the reason of this rank's end; the other ranks will report it."""

@@ -117,6 +117,8 @@ def _collection(
             inside: Traffic = Counter()
             mine = [batches[rank] for rank in ranks]
             _group(inside, members, mine, id_bytes, groups.shape(topology))
+            if plan.depth > 1 and not members[0].table.is_relayed:
+                _look_ahead_bits(inside, members[0].row_bytes)
             for (edge, source, target), num_bytes in inside.items():
                 traffic[edge, ranks[source], ranks[target]] += num_bytes
         copies = [c for piece in members for c in copies_of(piece) if c.sums == "sparse"]
@@ -153,6 +155,13 @@ def _group(
         add_host_rows(traffic, copy, batches, id_bytes, shape)
     if per_host and table.trainable:
         add_host_sums(traffic, per_host, batches, id_bytes, shape)
+
+
+def _look_ahead_bits(traffic: Traffic, row_bytes: int) -> None:
+    """A bit from the owner for every row that is asked of a stack, in whole bytes."""
+    for (edge, owner, rank), num_bytes in list(traffic.items()):
+        if edge == "rows":
+            traffic["look-ahead bits", owner, rank] += -(-(num_bytes // row_bytes) // 8)
 
 
 def _to_all(traffic: Traffic, edge: str, ranks: Sequence[int], num_bytes: int) -> None:

@@ -101,6 +101,7 @@ def _settings(plan: Plan) -> dict[str, str]:
         "dense": f"{sum(plan.dense):,} in {len(plan.dense)} buckets",
         "towers": ", ".join(plan.towers) or "none",
         "codecs": ", ".join(f"{c.edge}: {'+'.join(c.stack)}" for c in plan.codecs) or "none",
+        "depth": str(plan.depth),
         "sync": f"{plan.sync.mode} every {plan.sync.period}, {plan.sync.form}",
     }
 

@@ -250,7 +250,8 @@ class Plan:
     """Where everything lives and how it travels. Planners make it, the runtime executes it.
 
     ``dense`` holds the elements of each dense gradient bucket; ``tree`` is the order in which
-    gradients of different ranks are added: ``flat`` (rank order) or ``host-first``. ``hot`` says
+    gradients of different ranks are added: ``flat`` (rank order) or ``host-first``. ``depth``
+    is how many batches are begun at a time (`rowmesh.Pipeline`). ``hot`` says
     why a planner chose its hot rows, ``groups_choice`` its shard groups; plans that differ in these
     alone are equal.
     """
@@ -262,6 +263,7 @@ class Plan:
     towers: tuple[str, ...] = ()
     codecs: tuple[Codec, ...] = ()
     sync: Sync = field(default_factory=Sync)
+    depth: int = 1
     predicted: Predicted = field(default_factory=Predicted)
     hot: HotChoice | None = field(default=None, compare=False)
     groups_choice: GroupsChoice | None = field(default=None, compare=False)

@@ -21,7 +21,7 @@ from rowmesh.placement.plan import (
 )
 from rowmesh.tables import PoolingType
 
-__all__ = ["CODEC_NAMES", "EDGES", "check", "exactness"]
+__all__ = ["CODEC_NAMES", "EDGES", "MAX_DEPTH", "check", "exactness"]
 
 EDGES = (
     "status",
@@ -40,6 +40,7 @@ EDGES = (
     "tier move",
     "checkpoint",
 )
+MAX_DEPTH = 8
 CODEC_NAMES = ("fp32", "fp16", "bf16", "int8", "threshold", "topk")
 _CODABLE = {"rows", "pooled", "backward", "hot gradients", "dense", "tower gradients"}
 _CODEC = re.compile(r"(\w+)(?:\((\d*\.?\d+(?:[eE][+-]?\d+)?(?:, *\d+)?)\))?")
@@ -63,6 +64,8 @@ def check(plan: Plan) -> None:
             raise PlanError(f"the codec of edge {codec.edge!r} is empty: say fp32")
         for name in codec.stack:
             _check_codec(name, codec.edge)
+    if not 1 <= plan.depth <= MAX_DEPTH:
+        raise PlanError(f"depth {plan.depth} must be from 1 (nothing ahead) to {MAX_DEPTH} batches")
     if any(n < 1 for n in plan.dense):
         raise PlanError(f"dense buckets must not be empty, got {plan.dense}")
 

@@ -104,10 +104,13 @@ def refresh_homes(engine: "ShardedEngine", *, table: int | None = None) -> None:
 def refresh_copies(engine: "ShardedEngine", *, table: int | None = None) -> None:
     """Make hot rows, of all tables or of one, and their state what they are at home.
 
+    Rows have been written that no step changed: batches begun ahead are forgotten.
+
     Collective:
         All ranks.
     """
     mesh = engine.mesh
+    engine.drop_ahead()
     for copied in _copied(engine, table):
         home = copied.region.rank
         for here, there in copied.tensors(mesh.rank):

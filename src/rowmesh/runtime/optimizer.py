@@ -107,24 +107,42 @@ class Optimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise InputError("rm.Optimizer.step takes no closure")
-        pending = self._reduce()
         lr = self.param_groups[-1]["lr"]
-        for parts, column_squares, replicas in zip(
-            pending, self._squares, self._replicas, strict=True
-        ):
-            replicas.finish()  # a step may come without a forward
-            replicas.remember(parts)
-            squares: list[Tensor | None] = [None] * len(parts)
-            if self._rule.adds_squares:
-                squares = replicas.add_squares(parts, column_squares.add(parts))
-            with self._trace.phase("update"):
-                self._update(parts, squares, replicas, lr)
-            replicas.end_step()
+        if self._pending is None:
+            self._buckets.launch()
+            # Rows first: the next batch's may wait for them, and dense sums travel meanwhile.
+            for number in range(len(self._engines)):
+                self._step_rows(number, self._sum_rows(number), lr)
+            self._buckets.reduce()
+            for sparse, squares, replicas in zip(
+                self._sparse, self._squares, self._replicas, strict=True
+            ):
+                parts = sparse.dense_sums()
+                added: list[Tensor | None] = [None] * len(parts)
+                if self._rule.adds_squares:
+                    added = squares.add(parts)
+                self._update(parts, added, replicas, lr)
+        else:
+            for number, parts in enumerate(self._pending):
+                self._step_rows(number, parts, lr)
         if self.dense is not None:
             with self._trace.phase("dense update"):
                 self.dense.step()
                 self.dense.zero_grad(set_to_none=True)
         self._pending = None
+
+    def _step_rows(self, number: int, parts: list[RowGradient], lr: float) -> None:
+        """One step of an engine's rows."""
+        replicas = self._replicas[number]
+        replicas.finish()  # a step may come without a forward
+        replicas.remember(parts)
+        squares: list[Tensor | None] = [None] * len(parts)
+        if self._rule.adds_squares:
+            squares = replicas.add_squares(parts, self._squares[number].add(parts))
+        with self._trace.phase("update"):
+            self._update(parts, squares, replicas, lr)
+        replicas.end_step()
+        self._engines[number].end_step()
 
     def sync(self) -> None:
         """Make the rows and state of shard groups that step apart their mean now.
@@ -135,8 +153,8 @@ class Optimizer(torch.optim.Optimizer):
         Collective:
             All ranks, between steps.
         """
-        for replicas in self._replicas:
-            replicas.bring_together()
+        for engine in self._engines:
+            engine.bring_together()
 
     def _update(
         self,
@@ -184,6 +202,8 @@ class Optimizer(torch.optim.Optimizer):
         """Forget the gradients of all backwards that have run since the last step."""
         for sparse in self._sparse:
             sparse.discard()
+        for engine in self._engines:
+            engine.end_step()
         self._buckets.discard()
         self._pending = None
         if self.dense is not None:
@@ -265,12 +285,16 @@ class Optimizer(torch.optim.Optimizer):
             self.param_groups[:-1] = self.dense.param_groups
         self.param_groups[-1].update(state_dict["sparse_group"])
 
+    def _sum_rows(self, number: int) -> list[RowGradient]:
+        """The gradients that an engine's rows are stepped with, but for those in dense sums."""
+        parts = self._sparse[number].reduce()
+        self._replicas[number].add_gradients(parts)
+        return parts
+
     def _reduce(self) -> list[list[RowGradient]]:
         if self._pending is None:
             self._buckets.launch()
-            self._pending = [sparse.reduce() for sparse in self._sparse]
-            for parts, replicas in zip(self._pending, self._replicas, strict=True):
-                replicas.add_gradients(parts)
+            self._pending = [self._sum_rows(number) for number in range(len(self._engines))]
             self._buckets.reduce()
             for parts, sparse in zip(self._pending, self._sparse, strict=True):
                 parts += sparse.dense_sums()

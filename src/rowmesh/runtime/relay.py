@@ -41,12 +41,16 @@ class Relay:
         self, name: str, layout: StackLayout, mesh: Mesh, dtype: torch.dtype, pool: ChannelPool
     ) -> None:
         self._layout, self._mesh, self._dtype = layout, mesh, dtype
-        local, self._local = mesh.topology.local, mesh.rank % mesh.topology.local
-        first = mesh.rank - self._local
-        self._beside = list(range(first, first + local))
+        groups, shape = layout.groups, layout.groups.shape(mesh.topology)
+        self._members = groups.members(groups.group(mesh.rank))  # host after host
+        place = groups.place(mesh.rank)
+        self._local = place % shape.local
+        first = place - self._local
+        self._beside = self._members[first : first + shape.local]
+        self._others = [(o, r) for o, r in enumerate(self._beside) if r != mesh.rank]
         slots = [layout.home_slots[rank] for rank in self._beside]
         self._slots = list(accumulate(slots, initial=0))
-        self.askers = list(range(self._local, mesh.world, local))
+        self.askers = self._members[self._local :: shape.local]
         self._counts = pool.channel(f"relayed counts of {name}", Lane.CONTROL)
         self._ids = pool.channel(f"relayed ids of {name}", Lane.CONTROL)
         self._rows = pool.channel(f"relayed rows of {name}", Lane.ROWS)
@@ -118,13 +122,13 @@ class Relay:
         self, number: int, sizes: Sequence[Sequence[int]], ids: Sequence[Tensor]
     ) -> tuple[list[list[int]], list[Tensor]]:
         """Tell the owners beside what is wanted; returns what every relay wants of this rank."""
-        mesh, others = self._mesh, [r for r in self._beside if r != self._mesh.rank]
+        mesh = self._mesh
         sent = torch.tensor(sizes, device=mesh.device)
         found = sent.clone()
         self._counts.post(
             number,
-            sends=[(r, sent[r - self._beside[0]]) for r in others],
-            receives=[(r, found[r - self._beside[0]]) for r in others],
+            sends=[(r, sent[o]) for o, r in self._others],
+            receives=[(r, found[o]) for o, r in self._others],
             edge="counts",
         ).wait()
         received: list[list[int]] = found.tolist()
@@ -134,8 +138,8 @@ class Relay:
         ]
         self._ids.post(
             number,
-            sends=[(r, ids[r - self._beside[0]]) for r in others],
-            receives=[(r, wanted[r - self._beside[0]]) for r in others],
+            sends=[(r, ids[o]) for o, r in self._others],
+            receives=[(r, wanted[o]) for o, r in self._others],
             edge="ids",
         ).wait()
         return received, wanted
@@ -146,11 +150,10 @@ class Relay:
         """Send the rows that relays want, receive those this rank wants."""
         rows = home.new_empty((bounds[-1], home.shape[1]))
         parts = [rows[begin:end] for begin, end in pairwise(bounds)]
-        first, others = self._beside[0], [r for r in self._beside if r != self._mesh.rank]
         handle = self._rows.post(
             number,
-            sends=[(r, home.index_select(0, wanted[r - first])) for r in others],
-            receives=[(r, parts[r - first]) for r in others],
+            sends=[(r, home.index_select(0, wanted[o])) for o, r in self._others],
+            receives=[(r, parts[o]) for o, r in self._others],
             edge="rows",
         )
         torch.index_select(home, 0, wanted[self._local], out=parts[self._local])
@@ -169,13 +172,19 @@ class Relay:
 
     def _owned(self, received: Sequence[Sequence[int]], wanted: Sequence[Tensor]) -> list[Request]:
         """What relays want of this rank, as if each asker had asked for rows itself."""
-        found: dict[int, Request] = {}
+        nothing = Request(
+            rows=wanted[0][:0],
+            pooled=wanted[0][:0],
+            copied=wanted[0][:0],
+            weights=None,
+            num_pooled=0,
+        )
+        found = [nothing] * self._mesh.world
         for relay, (sizes, ids) in enumerate(zip(received, wanted, strict=True)):
             for host, part in enumerate(ids.split(list(sizes))):
-                found[host * len(self._beside) + relay] = Request(
-                    rows=part, pooled=part[:0], copied=part[:0], weights=None, num_pooled=0
-                )
-        return [found[rank] for rank in range(self._mesh.world)]
+                asker = self._members[host * len(self._beside) + relay]
+                found[asker] = replace(nothing, rows=part)
+        return found
 
     def send_back(self, ticket: Ticket, stack: int) -> None:
         """Pass the askers' gradients on to the owners; then the ticket is as if asked directly.
@@ -204,17 +213,16 @@ class Relay:
         buffer = grads.new_empty((begins[-1], grads.shape[1]))
         own = slice(begins[self._local], begins[self._local + 1])
         buffer[own] = sums[relayed.bounds[self._local] : relayed.bounds[self._local + 1]]
-        first, others = self._beside[0], [r for r in self._beside if r != self._mesh.rank]
         self._grads.post(
             ticket.number,
-            sends=[(r, sums[slice(*relayed.bounds[r - first : r - first + 2])]) for r in others],
-            receives=[(r, buffer[slice(*begins[r - first : r - first + 2])]) for r in others],
+            sends=[(r, sums[slice(*relayed.bounds[o : o + 2])]) for o, r in self._others],
+            receives=[(r, buffer[slice(*begins[o : o + 2])]) for o, r in self._others],
             edge="backward",
         ).wait()
         at = [0] * self._mesh.world
         for relay, sizes in enumerate(relayed.received):
             starts = accumulate(sizes, initial=begins[relay])
             for host, start in zip(range(len(sizes)), starts, strict=False):
-                at[host * len(self._beside) + relay] = start
+                at[self._members[host * len(self._beside) + relay]] = start
         ticket.asked[stack] = list(relayed.owned)
         ticket.home.grads[stack], ticket.home.firsts[stack] = buffer, at

@@ -159,17 +159,36 @@ class Replicas:
                 self._under_way.result()
             self._under_way = None
 
+    def wait(self) -> None:
+        """As `finish`, for another thread that is about to read rows."""
+        under_way = self._under_way
+        if under_way is not None:
+            under_way.result()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a sync is."""
+        return self._under_way is not None
+
+    def late_stacks(self, num_steps: int) -> frozenset[int]:
+        """Stacks whose rows other groups change before ``num_steps`` more steps are done."""
+        if self._averages and self._num_steps + num_steps < self._sync.period:
+            return frozenset()
+        return frozenset(number for meeting in self._meetings for number in meeting.stacks)
+
     @torch.no_grad()
-    def bring_together(self) -> None:
-        """Sync now, if any step has been made since the last sync.
+    def bring_together(self) -> bool:
+        """Sync now, if any step has been made since the last sync; whether it was needed.
 
         Collective:
             All ranks, between steps.
         """
         self.finish()
-        if self._num_steps:
+        is_needed = self._num_steps > 0
+        if is_needed:
             self._num_steps = 0
             self._average()
+        return is_needed
 
     def _average(self) -> None:
         """Weights and optimiser state become the mean over groups."""

@@ -107,5 +107,15 @@ class Together(Protocol):
     def finish(self) -> None:
         """Wait for what is under way: before rows are read."""
 
-    def bring_together(self) -> None:
-        """Make them alike now."""
+    def wait(self) -> None:
+        """As `finish`, for another thread that is about to read rows."""
+
+    def bring_together(self) -> bool:
+        """Make them alike now; whether rows changed."""
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether rows are being changed."""
+
+    def late_stacks(self, num_steps: int) -> frozenset[int]:
+        """Stacks whose rows other groups change before so many more steps are done."""

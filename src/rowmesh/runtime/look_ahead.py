@@ -1,0 +1,218 @@
+"""Exact look-ahead: rows of a batch to come that no unfinished step will change are sent early.
+
+The owner decides, for only it knows who changes what: of the rows that a batch asks for it marks
+those that a batch before it asked for too and whose step is not done; it sends a bit for every
+row, then the unmarked rows. The others follow after the step (docs/notes/look_ahead.md).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rowmesh.comm.exchange import ChannelPool, Lane
+from rowmesh.comm.mesh import Mesh
+from rowmesh.errors import StepError
+from rowmesh.runtime.fetches import TRAINING, Early, Fetch, Fetches
+from rowmesh.runtime.tickets import Stack
+
+__all__ = ["LookAhead", "pack_bits", "unpack_bits"]
+
+_ALWAYS = torch.iinfo(torch.int32).max
+
+
+class LookAhead:
+    """Sends the rows of batches to come, for one engine.
+
+    Args:
+        path: Of the collection, in errors.
+        mesh: Of the engine.
+        stacks: Of the engine.
+        fetches: Of the engine.
+        pool: Of the engine.
+    """
+
+    def __init__(
+        self, path: str, mesh: Mesh, stacks: Sequence[Stack], fetches: Fetches, pool: ChannelPool
+    ) -> None:
+        self._path, self._mesh, self._stacks, self._fetches = path, mesh, stacks, fetches
+        self._bits = pool.channel(f"look-ahead bits of {path}", Lane.CONTROL)
+        self._rows = [pool.channel(f"early rows of {path}", Lane.ROWS) for _ in stacks]
+        self._marks: list[Tensor] | None = None
+        self._finished = 0
+        self.begun: list[Fetch] = []  # in the order of their forwards
+        self.dropped: list[Fetch] = []  # begun, but their forwards will not take them
+        self.again: list[Fetch] = []  # of these, the ones whose forwards are still to come
+        self.num_early = self.num_late = 0  # rows sent to others, since the engine was made
+
+    def take(self, features: Any, *, training: bool) -> Fetch | None:
+        """The fetch that was begun for a forward with ``features``; those before it are dropped.
+
+        Raises:
+            StepError: If other training forwards were begun, and this one was not.
+        """
+        for place, fetch in enumerate(self.begun):
+            if fetch.source is features and bool(fetch.status & TRAINING) == training:
+                self.dropped += self.begun[:place]
+                del self.begun[: place + 1]
+                with self._mesh.trace.phase("await ahead"):
+                    fetch.wait()
+                self._fetches.land(fetch)
+                return fetch
+        for place, fetch in enumerate(self.again):
+            if fetch.source is features and not self.begun:
+                del self.again[: place + 1]
+                return None
+        if self.begun and training:
+            raise StepError(
+                f"a training forward of {self._path!r} with other features than those that were "
+                f"begun ahead: give rm.Pipeline features=, which names them in a batch"
+            )
+        return None
+
+    def drop(self, *, for_good: bool) -> None:
+        """Forget what was begun; its messages are waited for by `settle`.
+
+        Args:
+            for_good: Forwards with these features will not come. Otherwise they must be begun
+                ``again`` before any that come after them.
+        """
+        self.dropped += self.begun
+        self.again = [] if for_good else [*self.again, *self.begun]
+        self.begun.clear()
+
+    def settle(self) -> None:
+        """Wait for messages of dropped fetches."""
+        for fetch in self.dropped:
+            fetch.wait()
+            self._fetches.arrive(fetch)
+            self._fetches.land(fetch)
+        self.dropped.clear()
+
+    def finish(self, number: int) -> None:
+        """All forwards up to ``number`` have been stepped, or dropped."""
+        self._finished = number
+
+    def mark(self, fetch: Fetch) -> None:
+        """Remember which rows the step of ``fetch`` will change; forwards come in order.
+
+        Copies for the host are changed by steps of ranks that do not ask for them here: always
+        late.
+        """
+        if not fetch.status & TRAINING:
+            return
+        if self._marks is None:
+            self._marks = [
+                torch.zeros(len(s.home), dtype=torch.int32, device=s.home.device)
+                for s in self._stacks
+            ]
+        for stack, marks, requests in zip(self._stacks, self._marks, fetch.asked, strict=True):
+            if stack.layout.trainable:
+                for request in requests:
+                    marks.index_fill_(0, request.rows.long(), fetch.number)
+                stack.host_copies(self._mesh.rank, marks).fill_(_ALWAYS)
+
+    def send_early(self, fetch: Fetch) -> None:
+        """Send what can be sent now, take what others send; changes the routes to where it lies.
+
+        Collective:
+            All ranks, for the same forwards in one order, one thread each.
+        """
+        late = {i: self._late(fetch, i) for i in range(len(self._stacks)) if self._is_early(i)}
+        self.mark(fetch)
+        peers = self._mesh.peers()
+        bits = {p: pack_bits([late[i][p] for i in late]) for p in peers}
+        sizes = {p: [len(fetch.routes[i].requests[p].rows) for i in late] for p in peers}
+        found = {p: bits[p].new_empty(sum(-(-n // 8) for n in sizes[p])) for p in peers}
+        handle = self._bits.post(
+            fetch.number, sends=bits.items(), receives=found.items(), edge=None
+        )
+        for p in peers:
+            self._fetches.record(fetch, "look-ahead bits", p, len(bits[p]))
+        for i, theirs in late.items():
+            self._send_clean(fetch, i, theirs)
+        handle.wait()
+        told = {p: unpack_bits(found[p], sizes[p]) for p in peers}
+        for k, i in enumerate(late):
+            self._await_clean(fetch, i, late[i], {p: told[p][k] for p in peers})
+
+    def _is_early(self, number: int) -> bool:
+        """Whether rows of a stack go ahead; relays fetch rows for sums, which do not."""
+        return number not in self._fetches.relays
+
+    def _late(self, fetch: Fetch, number: int) -> dict[int, Tensor]:
+        """Of the rows that each peer asks for, which may change before its forward."""
+        requests = {p: fetch.asked[number][p].rows for p in self._mesh.peers()}
+        rows = torch.cat([*requests.values()])
+        if number in fetch.late_stacks:
+            late = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+        elif self._marks is None or not self._stacks[number].layout.trainable:
+            late = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+        else:
+            late = self._marks[number].index_select(0, rows) > self._finished
+        parts = late.split([len(r) for r in requests.values()])
+        return dict(zip(requests, parts, strict=True))
+
+    def _send_clean(self, fetch: Fetch, number: int, late: dict[int, Tensor]) -> None:
+        home, sends = self._stacks[number].home, []
+        for peer, mask in late.items():
+            rows = fetch.asked[number][peer].rows[~mask]
+            name = ("early", number, peer, fetch.place)
+            out = self._fetches.scratch.take(
+                name, len(rows), home.shape[1], fetch.buffers[number].dtype
+            )
+            if out.dtype == home.dtype:
+                torch.index_select(home, 0, rows, out=out)
+            else:
+                out.copy_(home.index_select(0, rows))
+            sends.append((peer, out))
+            self._fetches.record(fetch, "rows", peer, out.numel() * out.element_size())
+            self.num_early += len(rows)
+            self.num_late += len(mask) - len(rows)
+        handle = self._rows[number].post(fetch.number, sends=sends, receives=(), edge=None)
+        self._fetches.keep(fetch, handle)
+
+    def _await_clean(
+        self, fetch: Fetch, number: int, late: dict[int, Tensor], told: dict[int, Tensor]
+    ) -> None:
+        """Receive the rows that peers send now; behind them in each slice comes what is late."""
+        route, buffer = fetch.routes[number], fetch.buffers[number]
+        bounds, world = route.vector_bounds, self._mesh.world
+        place = torch.arange(route.num_vectors, dtype=torch.int32, device=buffer.device)
+        num_clean, receives = [0] * world, []
+        for peer, mask in told.items():
+            first = bounds[peer]
+            order = torch.argsort(mask, stable=True)  # clean rows, then late ones
+            order += first
+            count = len(mask) - int(mask.sum())
+            place[order] = torch.arange(
+                first, first + len(mask), dtype=torch.int32, device=buffer.device
+            )
+            num_clean[peer] = count
+            receives.append((peer, buffer[first : first + count]))
+        handle = self._rows[number].post(fetch.number, sends=(), receives=receives, edge=None)
+        fetch.arriving.append(handle)
+        moved = place.index_select(0, route.forward.positions)
+        fetch.routes[number] = replace(route, forward=replace(route.forward, positions=moved))
+        masks = [late.get(rank) for rank in range(world)]
+        fetch.early[number] = Early(late=masks, num_clean=num_clean)
+
+
+def pack_bits(parts: Sequence[Tensor]) -> Tensor:
+    """Bools as bytes, eight in each, every part from a byte of its own."""
+    if not parts:
+        return torch.empty(0, dtype=torch.uint8)
+    shifts = torch.arange(8, dtype=torch.uint8, device=parts[0].device)
+    padded = [torch.nn.functional.pad(part.to(torch.uint8), (0, -len(part) % 8)) for part in parts]
+    return (torch.cat(padded).view(-1, 8) << shifts).sum(1, dtype=torch.uint8)
+
+
+def unpack_bits(words: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """The parts that `pack_bits` was given."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=words.device)
+    bits = ((words.unsqueeze(1) >> shifts) & 1).view(-1).bool()
+    begins = accumulate((8 * -(-n // 8) for n in sizes), initial=0)
+    return [bits[first : first + n] for first, n in zip(begins, sizes, strict=False)]

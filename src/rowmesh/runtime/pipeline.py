@@ -1,0 +1,145 @@
+"""The pipeline: batches begun before their forwards, so that their messages travel meanwhile."""
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from torch import nn
+
+from rowmesh.comm.mesh import Mesh
+from rowmesh.errors import InputError, check_range
+from rowmesh.features import empty_like
+from rowmesh.placement import Plan
+from rowmesh.placement.rules import MAX_DEPTH
+from rowmesh.runtime.embeddings import ShardedEngine, sharded_engines
+from rowmesh.runtime.fetches import Fetch
+
+__all__ = ["Pipeline"]
+
+T = TypeVar("T")
+
+
+class Pipeline:
+    """Begins batches ahead of their forwards; the training loop stays what it is.
+
+    ::
+
+        pipeline = rm.Pipeline(model)
+        for batch in pipeline.batches(loader):
+            loss = mesh.mean(model(batch))
+            loss.backward(); opt.step(); opt.zero_grad()
+
+    Stages of a batch: routed and counted; its ids sent; rows that no unfinished step changes
+    looked up and sent; all other rows, after the step before it. Depth d has d batches begun: the
+    one in the loop and d - 1 to come. The bits of a run do not depend on d.
+
+    Args:
+        model: After `rowmesh.shard`.
+        depth: From 1 (nothing is begun ahead) to 8; None for the plan's.
+        features: Gives the features of a batch that its collections will be called with, the very
+            same object, or one for each by its path in the model; None finds the only one in it.
+
+    Raises:
+        InputError: If the model is not sharded, or the depth is out of range.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        depth: int | None = None,
+        features: Callable[[Any], Any] | None = None,
+    ) -> None:
+        plan = getattr(model, "_rowmesh_plan", None)
+        if not isinstance(plan, Plan):
+            raise InputError("rm.Pipeline takes a sharded model: call rm.shard(model, plan, mesh)")
+        self.depth = plan.depth if depth is None else depth
+        check_range("depth", self.depth, 1, MAX_DEPTH)
+        self._features = features or _features_of
+        self._engines: list[ShardedEngine] = sharded_engines(model)
+        self._mesh: Mesh | None = self._engines[0].mesh if self._engines else None
+
+    def batches(self, loader: Iterable[T], *, empty: T | None = None) -> Iterator[T]:
+        """The batches of ``loader``, as `Mesh.batches` gives them, each begun ahead.
+
+        Args:
+            loader: This rank's batches.
+            empty: As for `Mesh.batches`.
+
+        Collective:
+            All ranks iterate, and run a training forward of every collection with each batch or
+            with none.
+        """
+        if self._mesh is None:
+            return iter(loader)
+        if self.depth == 1 or self._mesh.world == 1:
+            return self._mesh.batches(loader, empty=empty)
+        return self._run(self._mesh, loader, empty)
+
+    def _run(self, mesh: Mesh, loader: Iterable[T], empty: T | None) -> Iterator[T]:
+        iterator = iter(loader)
+        with mesh.trace.phase("data"):
+            batch = next(iterator, None)
+        if batch is None and empty is None:
+            raise InputError(mesh.no_batch())
+        begun: deque[tuple[T, list[Fetch]]] = deque()
+        try:
+            while True:
+                while len(begun) < self.depth and not (begun and _is_last(begun[-1][1])):
+                    with mesh.trace.phase("data"):
+                        following = next(iterator, None) if batch is not None else None
+                    if batch is None and empty is None:
+                        empty = empty_like(begun[-1][0])
+                    given: T = batch if batch is not None else empty  # type: ignore[assignment]
+                    begun.append((given, self._begin(given, is_last=following is None)))
+                    batch = following
+                given, fetches = begun.popleft()
+                yield given
+                if not begun and _is_last(fetches):
+                    return
+        finally:
+            for engine in self._engines:
+                engine.drop_ahead(for_good=True)
+
+    def _begin(self, batch: Any, *, is_last: bool) -> list[Fetch]:
+        found = self._features(batch)
+        return [
+            engine.begin_ahead(
+                found[engine.path] if isinstance(found, Mapping) else found, is_last=is_last
+            )
+            for engine in self._engines
+        ]
+
+
+def _is_last(fetches: list[Fetch]) -> bool:
+    """Whether every rank was at its last batch."""
+    for fetch in fetches:
+        fetch.wait()
+    return fetches[0].is_last
+
+
+def _features_of(batch: Any) -> Any:
+    """The one member of a batch that is keyed features, or the batch itself."""
+    if _is_keyed(batch):
+        return batch
+    members: Iterable[Any] = ()
+    if isinstance(batch, Mapping):
+        members = batch.values()
+    elif isinstance(batch, list | tuple):
+        members = batch
+    elif dataclasses.is_dataclass(batch):
+        members = [getattr(batch, f.name) for f in dataclasses.fields(batch)]
+    elif hasattr(batch, "__dict__"):
+        members = vars(batch).values()
+    found = [member for member in members if _is_keyed(member)]
+    if len(found) != 1:
+        raise InputError(
+            f"a batch of type {type(batch).__name__} holds {len(found)} keyed features: give "
+            f"rm.Pipeline features=lambda batch: ..., which names those of its collections"
+        )
+    return found[0]
+
+
+def _is_keyed(value: Any) -> bool:
+    return all(callable(getattr(value, name, None)) for name in ("keys", "lengths", "stride"))
