@@ -20,7 +20,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -106,7 +106,7 @@ def build(args: argparse.Namespace, mesh: rm.Mesh) -> Job:
     layers = [*model.dense_arch.named_parameters(), *model.over_arch.named_parameters()]
     seed_dense(layers, args.seed)
     started = time.perf_counter()
-    plan = choose_plan(args, model, mesh, clicks)
+    plan = replace(choose_plan(args, model, mesh, clicks), depth=args.depth)
     plan_s = time.perf_counter() - started
     if mesh.rank == 0 and args.show_plan:
         print(plan, flush=True)
@@ -128,11 +128,13 @@ def make_step(
     clicks: SyntheticClicks,
     optimizer: rm.Optimizer,
 ) -> Callable[[int], Tensor]:
-    """A training step on this rank's batches, which go round."""
+    """A training step on this rank's batches, which go round; steps are numbered from 0 on."""
     batches = [clicks.batch_at(mesh.rank, i) for i in range(args.batches)]
+    source = rm.Pipeline(model).batches(itertools.cycle(batches))
 
     def step(number: int) -> Tensor:
-        batch = batches[number % len(batches)]
+        batch = next(source)
+        assert batch is batches[number % len(batches)]
         with mesh.trace.phase("dense forward"):
             loss = mesh.mean(model(batch))
         with mesh.trace.phase("backward"):
@@ -201,6 +203,9 @@ def parse_args() -> argparse.Namespace:
     )
     p.add_argument("--plan", default="auto", help="auto, table_wise, row_wise, data_parallel, FILE")
     p.add_argument("--exchange", default="auto", choices=["auto", "rows", "pooled"])
+    p.add_argument(
+        "--depth", type=int, default=2, help="batches begun at a time; 1 looks not ahead"
+    )
     p.add_argument("--no-dedup", action="store_true", help="ask for every id, not every distinct")
     p.add_argument(
         "--topology",

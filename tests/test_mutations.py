@@ -16,6 +16,7 @@ from rowmesh.runtime import (
     embeddings,
     export,
     gradients,
+    look_ahead,
     optimizer,
     relay,
     routes,
@@ -59,6 +60,7 @@ def make_case(world: int) -> Case:
         collections=(Collection(tables=tables),),
         ids=steps,
         rule="rowwise",
+        depth=2,
     )
 
 
@@ -326,7 +328,34 @@ def homes_of_host_copies_left_stale(mesh: Mesh) -> Patch:
     return mock.patch.object(copies, "_copied", copied)
 
 
+def rows_sent_ahead_that_a_step_changes(mesh: Mesh) -> Patch:
+    original = look_ahead.LookAhead._late
+
+    def late(self: Any, *args: Any) -> Any:
+        return {peer: torch.zeros_like(mask) for peer, mask in original(self, *args).items()}
+
+    return mock.patch.object(look_ahead.LookAhead, "_late", late)
+
+
+def copies_per_host_sent_ahead(mesh: Mesh) -> Patch:
+    return mock.patch.object(look_ahead, "_ALWAYS", 0)
+
+
+def early_rows_in_the_order_of_late_ones(mesh: Mesh) -> Patch:
+    original = look_ahead.LookAhead._await_clean
+
+    def await_clean(self: Any, fetch: Any, number: int, *args: Any) -> None:
+        forward = fetch.routes[number].forward
+        original(self, fetch, number, *args)
+        fetch.routes[number] = replace(fetch.routes[number], forward=forward)
+
+    return mock.patch.object(look_ahead.LookAhead, "_await_clean", await_clean)
+
+
 MUTATIONS = [
+    rows_sent_ahead_that_a_step_changes,
+    copies_per_host_sent_ahead,
+    early_rows_in_the_order_of_late_ones,
     host_copies_of_the_next_row,
     hosts_not_added_up,
     host_gradients_of_one_rank_left_out,

@@ -187,6 +187,7 @@ def plan_command(
                 groups=chosen.groups,
                 layout=chosen.layout,
                 sync=parse_sync(chosen.sync),
+                depth=chosen.depth,
                 on_progress=on_progress,
             )
         if out is not None:

@@ -57,7 +57,7 @@ def render(plan: Plan, *, max_tables: int = 40) -> str:
     label = plan.exactness
     lines = [
         f"plan for {mesh.hosts} hosts x {mesh.local} ranks, shard groups of {mesh.group}, "
-        f"sums {plan.tree}",
+        f"sums {plan.tree}" + (f", depth {plan.depth}" if plan.depth > 1 else ""),
         *_groups(plan),
         f"exactness {label}: {label.meaning}",
         f"{'table':<24} {'rows':>13} {'dim':>5} {'type':>4}  {'split':<24} {'exchange':<12} ranks",

@@ -51,6 +51,7 @@ def make_plan(
     groups: str | int = "off",
     layout: str = "auto",
     sync: Sync = _GRADIENTS,
+    depth: int = 1,
     on_progress: Callable[[float], None] = lambda share: None,
 ) -> Plan:
     """A plan for ``model`` on ``topology``, by reading its table configurations only.
@@ -78,6 +79,7 @@ def make_plan(
             ranks), ``auto`` (the number that makes a step shortest), or the number itself.
         layout: Of groups: contiguous, strided, or ``auto`` for the better one.
         sync: How replicas are kept together where there are several groups.
+        depth: Batches begun at a time (`rowmesh.Pipeline`).
         on_progress: Called now and then with the share of the work done, from 0 to 1.
 
     Raises:
@@ -103,6 +105,7 @@ def make_plan(
         groups=groups,
         layout=layout,
         sync=sync,
+        depth=depth,
         on_progress=on_progress,
     )
 
@@ -125,6 +128,7 @@ def plan_tables(
     groups: str | int = "off",
     layout: str = "auto",
     sync: Sync = _GRADIENTS,
+    depth: int = 1,
     on_progress: Callable[[float], None] = lambda share: None,
 ) -> Plan:
     """Fill in the tiers and exchanges of ``tables``; `make_plan` for tables without a model."""
@@ -157,7 +161,8 @@ def plan_tables(
     plan = choose_groups(problem, meshes, on_progress=on_progress)
     on_progress(1.0)
     total = expect_plan(plan, stats.tables, state=problem.state, rates=problem.rates)
-    return replace(plan, predicted=_predicted(total, topology, rates))
+    predicted = _predicted(total, topology, rates)
+    return replace(plan, depth=depth, predicted=predicted).validate()
 
 
 def _limit(topology: Topology, constraints: Constraints) -> int | None:

@@ -86,7 +86,7 @@ class Pipeline:
         begun: deque[tuple[T, list[Fetch]]] = deque()
         try:
             while True:
-                while len(begun) < self.depth and not (begun and _is_last(begun[-1][1])):
+                while len(begun) < self.depth and not (begun and _ends(begun[-1][1])):
                     with mesh.trace.phase("data"):
                         following = next(iterator, None) if batch is not None else None
                     if batch is None and empty is None:
@@ -96,7 +96,7 @@ class Pipeline:
                     batch = following
                 given, fetches = begun.popleft()
                 yield given
-                if not begun and _is_last(fetches):
+                if fetches[0].is_last:
                     return
         finally:
             for engine in self._engines:
@@ -112,11 +112,11 @@ class Pipeline:
         ]
 
 
-def _is_last(fetches: list[Fetch]) -> bool:
-    """Whether every rank was at its last batch."""
+def _ends(fetches: list[Fetch]) -> bool:
+    """Whether no batch is begun behind this one: every rank's last, or its forward will raise."""
     for fetch in fetches:
         fetch.wait()
-    return fetches[0].is_last
+    return fetches[0].is_last or any(fetch.bad_ranks for fetch in fetches)
 
 
 def _features_of(batch: Any) -> Any:

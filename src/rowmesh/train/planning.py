@@ -9,8 +9,9 @@ from torch import nn
 from rowmesh.comm.mesh import Mesh
 from rowmesh.cost import load_calibration
 from rowmesh.data import ItemSequences, Source, SyntheticClicks, SyntheticSequences
-from rowmesh.errors import InputError, PlanError
+from rowmesh.errors import InputError, PlanError, check_range
 from rowmesh.placement import Plan, load_plan
+from rowmesh.placement.rules import MAX_DEPTH
 from rowmesh.planners import (
     Constraints,
     make_plan,
@@ -52,6 +53,8 @@ class PlanConfig:
         layout: Of groups: auto, contiguous or strided.
         sync: How replicas of groups are kept together: gradients, weights, weights:4 (every 4
             steps), weights:4:dense, moments-first:4.
+        depth: Batches begun at a time, from 1 to 8: above 1 messages travel ahead of their forward,
+            and bits stay as they are.
         refresh: Steps after which hot rows are chosen again from the last 32 batches of rank 0,
             and moved; None leaves them as planned.
         batches: Batches of rank 0 whose accesses are counted; 0 assumes Zipf ids. With hot rows
@@ -74,6 +77,7 @@ class PlanConfig:
     groups: int | str = "off"
     layout: str = "auto"
     sync: str = "gradients"
+    depth: int = 1
     refresh: int | None = None
     batches: int = 4
     profile: str | None = None
@@ -90,6 +94,7 @@ class PlanConfig:
                 parse(getattr(self, name))
             except InputError as error:
                 raise InputError(f"plan.{name}: {error}") from None
+        check_range("plan.depth", self.depth, 1, MAX_DEPTH)
         if self.batches < 0:
             raise InputError(f"plan.batches is {self.batches}, but must be at least 0")
         if self.refresh is not None and self.refresh < 1:
@@ -184,6 +189,7 @@ def _make(
         groups=config.groups,
         layout=config.layout,
         sync=parse_sync(config.sync),
+        depth=config.depth,
     )
 
 

@@ -14,6 +14,7 @@ from rowmesh.comm.mesh import Mesh
 from rowmesh.errors import InputError
 from rowmesh.features import Batch, empty_like
 from rowmesh.placement import Plan
+from rowmesh.runtime.pipeline import Pipeline
 from rowmesh.runtime.shard import shard
 from rowmesh.topology import Link, Topology
 from rowmesh.train.checkpoint import Checkpoints
@@ -255,7 +256,7 @@ class Trainer:
         source, mesh = self.config.data, self.mesh
         batches = source.batches(rank=mesh.rank, world=mesh.world, start=self.step)
         chosen = itertools.islice(batches, self.num_steps - self.step)
-        return mesh.batches(self._checked(chosen, self.step + 1, "step"))
+        return Pipeline(self.model).batches(self._checked(chosen, self.step + 1, "step"))
 
     def _checked(self, batches: Iterator[Batch], first_step: int, what: str) -> Iterator[Batch]:
         return checked(

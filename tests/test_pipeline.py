@@ -1,0 +1,216 @@
+"""`rm.Pipeline`: what it begins ahead, what it gives, and what goes wrong."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rowmesh as rm
+from rowmesh.comm.mesh import Mesh
+from rowmesh.errors import InputError, StepError
+from rowmesh.runtime.embeddings import sharded_engines
+from rowmesh.runtime.look_ahead import pack_bits, unpack_bits
+from rowmesh.runtime.pipeline import _features_of
+from tests.cases import DENSE, RULES, Case, Collection, Model, Table
+from tests.ranks import RankError, run_on_ranks
+
+ROWS = 64
+
+
+def make_case(steps: int = 6, depth: int = 2, **kwargs: Any) -> Case:
+    """Two row-wise tables, one with hot rows; ids 0 to 3 in every batch, others in one."""
+    tables = (
+        Table(rows=ROWS, dim=4, ranks=(0, 1)),
+        Table(rows=ROWS, dim=4, ranks=(1, 0), hot=(0, 1, 2, 3)),
+    )
+
+    def ids(rank: int, step: int) -> list[list[list[int]]]:
+        own = [4 + (10 * step + 5 * rank + k) % (ROWS - 4) for k in range(5)]
+        return [[[0, 1], own[:3]], [[2, 3], own[3:]]]
+
+    given = [[ids(rank, step) for rank in range(2)] for step in range(steps)]
+    return Case(world=2, collections=(Collection(tables=tables),), ids=given, depth=depth, **kwargs)
+
+
+def build(mesh: Mesh, case: Case) -> tuple[Any, rm.Optimizer]:
+    model = rm.shard(Model(case), case.plan(), mesh)
+    return model, rm.Optimizer(model, dense=DENSE["sgd"], sparse=RULES["rowwise"])
+
+
+def train(mesh: Mesh, model: Any, opt: rm.Optimizer, batches: Any) -> list[torch.Tensor]:
+    losses = []
+    for batch in batches:
+        found = model(batch)
+        mesh.mean(found).backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(found.detach())
+    return losses
+
+
+def count_late(mesh: Mesh, case: Case) -> tuple[int, int]:
+    model, opt = build(mesh, case)
+    train(mesh, model, opt, rm.Pipeline(model).batches(case.batches_of(mesh.rank)))
+    ahead = sharded_engines(model)[0].look_ahead
+    return ahead.num_early, ahead.num_late
+
+
+def test_rows_of_the_running_step_are_late_and_no_others() -> None:
+    case = make_case()
+    for early, late in run_on_ranks(2, count_late, case):
+        # Ids 0 and 1 of the first table are in every batch but are late from the second on; those
+        # of the second table are copied, and all other ids are new.
+        assert late == 5
+        assert early > 2 * late
+
+
+def test_hot_rows_leave_few_late_ones() -> None:
+    case = make_case()
+    first, second = case.collections[0].tables
+    hot = replace(case, collections=(Collection(tables=(replace(first, hot=(0, 1)), second)),))
+    assert [late for _, late in run_on_ranks(2, count_late, hot)] == [0, 0]
+
+
+def uneven(mesh: Mesh, case: Case, depth: int) -> list[int]:
+    model, opt = build(mesh, case)
+    batches = case.batches_of(mesh.rank)[: 5 if mesh.rank else 2]
+    pipeline = rm.Pipeline(model, depth=depth)
+    return [len(losses) for losses in train(mesh, model, opt, pipeline.batches(batches))]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 8])
+def test_ranks_with_loaders_of_different_length_end_after_the_same_step(depth: int) -> None:
+    long, short = [2, 2, 2, 2, 2], [2, 2, 0, 0, 0]
+    assert run_on_ranks(2, uneven, make_case(), depth) == [short, long]
+
+
+def skipping(mesh: Mesh, case: Case) -> dict[str, torch.Tensor]:
+    """Leave out the third batch; stop early and go on with another pipeline; evaluate between."""
+    model, opt = build(mesh, case)
+    batches = case.batches_of(mesh.rank)
+    chosen = [batch for i, batch in enumerate(rm.Pipeline(model).batches(batches)) if i != 2]
+    assert len(chosen) == len(batches) - 1
+    for number, batch in enumerate(rm.Pipeline(model).batches(batches)):
+        if number == 2:
+            continue
+        if number == 4:
+            break
+        train(mesh, model, opt, [batch])
+        with torch.no_grad():
+            model(batches[0])
+    train(mesh, model, opt, rm.Pipeline(model).batches(batches[4:]))
+    return rm.full_state_dict(model)
+
+
+def test_batches_may_be_left_out_and_loops_left() -> None:
+    found = run_on_ranks(2, skipping, make_case(depth=3))[0]
+    expected = run_on_ranks(2, skipping, make_case(depth=1))[0]
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def set_rows(mesh: Mesh, case: Case) -> dict[str, torch.Tensor]:
+    model, opt = build(mesh, case)
+    batches = iter(rm.Pipeline(model).batches(case.batches_of(mesh.rank)))
+    train(mesh, model, opt, [next(batches)])
+    rm.load_pretrained(model, "c0_t0", torch.ones(ROWS, 4))
+    train(mesh, model, opt, batches)
+    return rm.full_state_dict(model)
+
+
+def test_rows_that_are_set_between_steps_are_read_by_batches_begun_before() -> None:
+    found = run_on_ranks(2, set_rows, make_case(depth=3))[0]
+    expected = run_on_ranks(2, set_rows, make_case(depth=1))[0]
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def bad_input(mesh: Mesh, case: Case) -> list[str]:
+    model, opt = build(mesh, case)
+    batches, said = case.batches_of(mesh.rank), []
+    if mesh.rank == 1:
+        batches[3]["features"].values()[0] = ROWS
+    source = rm.Pipeline(model).batches(batches)
+    for number, batch in enumerate(source):
+        try:
+            train(mesh, model, opt, [batch])
+        except InputError as error:
+            said.append(f"{number}: {error}")
+    return said
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_a_bad_batch_of_one_rank_raises_in_its_own_forward_on_all(depth: int) -> None:
+    said = run_on_ranks(2, bad_input, make_case(depth=depth))
+    assert said[0] == said[1]
+    assert len(said[0]) == 1
+    assert said[0][0].startswith("3: rank 1: feature 'f0', sample 0: id 64")
+
+
+def other_features(mesh: Mesh, case: Case) -> str:
+    model, _ = build(mesh, case)
+    batches = case.batches_of(mesh.rank)
+    begun = iter(rm.Pipeline(model).batches(batches))
+    next(begun)
+    with pytest.raises(StepError) as error:
+        model(batches[4])
+    return str(error.value)
+
+
+def test_a_forward_that_was_not_begun_says_how_to_name_its_features() -> None:
+    for sentence in run_on_ranks(2, other_features, make_case()):
+        assert "give rm.Pipeline features=" in sentence
+
+
+def dies(mesh: Mesh, case: Case) -> None:
+    model, opt = build(mesh, case)
+    for number, batch in enumerate(rm.Pipeline(model).batches(case.batches_of(mesh.rank))):
+        if number == 2 and mesh.rank == 1:
+            raise ValueError("no such thing")
+        train(mesh, model, opt, [batch])
+
+
+def test_an_exception_in_the_loop_of_one_rank_reaches_the_other() -> None:
+    with pytest.raises(RankError, match="no such thing"):
+        run_on_ranks(2, dies, make_case(depth=3))
+
+
+def test_the_features_of_a_batch_are_found() -> None:
+    keyed = rm.KeyedJaggedTensor(["f"], torch.tensor([1]), lengths=torch.tensor([1]))
+    for batch in (
+        keyed,
+        {"x": 1, "features": keyed},
+        (torch.zeros(1), keyed),
+        SimpleNamespace(a=1, b=keyed),
+        rm.Batch(dense_features=torch.zeros(1, 1), sparse_features=keyed, labels=torch.zeros(1)),
+    ):
+        assert _features_of(batch) is keyed
+    for batch in ({"a": keyed, "b": keyed}, 3):
+        with pytest.raises(InputError, match=r"give rm\.Pipeline features="):
+            _features_of(batch)
+
+
+def test_what_a_pipeline_refuses() -> None:
+    with pytest.raises(InputError, match="takes a sharded model"):
+        rm.Pipeline(torch.nn.Linear(1, 1))
+    case = Case(
+        world=1, collections=(Collection(tables=(Table(rows=4, dim=4, ranks=(0,)),)),), ids=[]
+    )
+    mesh = rm.init_mesh()
+    model = rm.shard(Model(case), case.plan(), mesh)
+    with pytest.raises(InputError, match="depth is 0, but must be from 1 to 8"):
+        rm.Pipeline(model, depth=0)
+    with pytest.raises(rm.PlanError, match="depth 9 must be from 1"):
+        replace(case.plan(), depth=9).validate()
+
+
+@settings(deadline=None, derandomize=True, max_examples=50)
+@given(st.lists(st.lists(st.booleans(), max_size=20), max_size=4))
+def test_bits_come_back_as_they_were_packed(parts: list[list[bool]]) -> None:
+    tensors = [torch.tensor(part, dtype=torch.bool) for part in parts]
+    words = pack_bits(tensors)
+    assert len(words) == sum(-(-len(part) // 8) for part in parts)
+    found = unpack_bits(words, [len(part) for part in parts])
+    assert [part.tolist() for part in found] == parts
