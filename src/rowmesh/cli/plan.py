@@ -127,6 +127,13 @@ def plan_command(
             "weights:4:dense, or moments-first:4; default the recipe's."
         ),
     ] = None,
+    depth: Annotated[
+        str | None,
+        typer.Option(
+            help="Batches begun at a time: 1 to 8, or auto for the shortest step; default the "
+            "recipe's."
+        ),
+    ] = None,
     profile: Annotated[
         Path | None,
         typer.Option(help="Accesses that rowmesh profile counted; else ids are assumed Zipf."),
@@ -161,6 +168,7 @@ def plan_command(
             groups=groups,
             layout=layout,
             sync=sync,
+            depth=depth,
             calibration=None if calibration is None else str(calibration),
             topology=topology,
         )

@@ -36,7 +36,7 @@ class Knowledge:
     Args:
         tiers: Hot rows: off, auto, or hot:K; None for the recipe's.
         profile: A file of `rowmesh profile`; None for the recipe's.
-        groups, layout, sync: Shard groups, as of a `PlanConfig`; None for the recipe's.
+        groups, layout, sync, depth: As of a `PlanConfig`; None for the recipe's.
         calibration: A topology.json of `rowmesh calibrate`; None for the recipe's.
         topology: Whose rank 0 the batches are of.
     """
@@ -46,12 +46,13 @@ class Knowledge:
     groups: str | None = None
     layout: str | None = None
     sync: str | None = None
+    depth: str | None = None
     calibration: str | None = None
     topology: Topology = field(default_factory=Topology)
 
     def within(self, settings: PlanConfig) -> PlanConfig:
         """A recipe's settings with what is given here."""
-        names = ("tiers", "profile", "groups", "layout", "sync")
+        names = ("tiers", "profile", "groups", "layout", "sync", "depth")
         given = {name: getattr(self, name) for name in names} | {"topology": self.calibration}
         return dataclasses.replace(settings, **{k: v for k, v in given.items() if v is not None})
 

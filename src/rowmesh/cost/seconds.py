@@ -8,9 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rowmesh.cost.buckets import bucket_sizes, expect_dense
+from rowmesh.cost.early import early_part
 from rowmesh.cost.load import Load, no_load
 from rowmesh.cost.rates import DenseCost, Rates
-from rowmesh.cost.totals import expect_sync, expect_tables
+from rowmesh.cost.totals import expect_each, expect_sync
 from rowmesh.placement import Plan
 from rowmesh.placement.memory import RULE_STATES, RuleState
 from rowmesh.stats import Accesses
@@ -61,9 +62,16 @@ def _link_seconds(
 
 
 def latency_seconds(
-    kinds: Iterable[str], *, topology: Topology, rates: Rates, rounds: float = 0.0
+    kinds: Iterable[str],
+    *,
+    topology: Topology,
+    rates: Rates,
+    rounds: float = 0.0,
+    ahead: bool = False,
 ) -> float:
     """The latencies of a step: all tables of a kind share its messages, so each kind counts once.
+
+    Counts and ids that travel ``ahead`` of their forward count none.
 
     One rank alone has none. Sums of dense buckets overlap with each other and count none. A replica
     sync adds its ``rounds``.
@@ -71,7 +79,8 @@ def latency_seconds(
     if topology.world == 1:
         return 0.0
     latency = rates.cross_latency_s if topology.hosts > 1 else rates.host_latency_s
-    return latency * (1 + rounds + sum(_ROUNDS[kind] for kind in set(kinds)))
+    hidden = sum(kind in ("rows", "pooled") for kind in set(kinds)) if ahead else -1
+    return latency * (rounds + sum(_ROUNDS[kind] for kind in set(kinds)) - hidden)
 
 
 def step_seconds(load: Load, *, topology: Topology, rates: Rates) -> float:
@@ -116,10 +125,12 @@ def step_time(
     cost: DenseCost,
     buckets: Sequence[int],
     sync: Load | None = None,
+    early: Load | None = None,
 ) -> StepTime:
     """The time of a step as the runtime runs it.
 
-    Forward waits for counts, ids and vectors. Backward makes the dense buckets ready one after
+    Forward waits for counts, ids and vectors; of a batch that was begun ahead only for what did not
+    travel ``early``, under the step before. Backward makes the dense buckets ready one after
     the other, in proportion to their elements, and the embeddings' gradients ``cost.tail_s``
     before its end; each takes the card when it is ready and those before it are through. What
     travels inside a host is copied by the cores that compute, so nothing hides it.
@@ -134,17 +145,22 @@ def step_time(
             any, ``dense`` is one bucket, ready at the end of backward.
         sync: Between replicas, from `expect_sync`: the update waits for gradients and squares, and
             little is left of the step to hide weights under, so that it counts fully.
+        early: Of ``tables``, what travels ahead, from `early_part`; None if nothing is begun ahead.
     """
     sync = no_load(topology.world) if sync is None else sync
     forward = tables.values[:4] - tables.values[4:8]
     near, across = _link_seconds(forward, topology=topology, rates=rates).max(1)
+    ahead = 0.0
+    if early is not None:
+        ahead = float(_link_seconds(early.values[:4], topology=topology, rates=rates)[1].max())
     back = _link_seconds(tables.values[4:8], topology=topology, rates=rates).max(1)
     sums = _link_seconds(dense.values[4:8], topology=topology, rates=rates).max(1)
     sizes = np.array(buckets if any(buckets) else (1,), dtype=np.float64)
     shares = sizes / sizes.sum()
-    ready = cost.backward_s * np.cumsum(shares)
-    flows = [*zip(ready, shares * sums[1], strict=True)]
-    flows.append((cost.backward_s - cost.tail_s, back[1]))
+    computed = cost.forward_s + cost.backward_s
+    ready = cost.forward_s + cost.backward_s * np.cumsum(shares)
+    flows = [(0.0, ahead), *zip(ready, shares * sums[1], strict=True)]
+    flows.append((computed - cost.tail_s, back[1]))
     end = 0.0
     for start, seconds in sorted(flows):
         end = max(end, start) + seconds
@@ -152,10 +168,12 @@ def step_time(
     return StepTime(
         rows_s=float((tables.values[8] + sync.values[8]).max()),
         dense_s=cost.total_s,
-        forward_s=float(near + across),
-        gradients_s=float(back[0] + sums[0] + max(0.0, end - cost.backward_s)),
+        forward_s=float(near + across - ahead),
+        gradients_s=float(back[0] + sums[0] + max(0.0, end - computed)),
         latency_s=rates.fixed_s
-        + latency_seconds(kinds, topology=topology, rates=rates, rounds=sync.rounds),
+        + latency_seconds(
+            kinds, topology=topology, rates=rates, rounds=sync.rounds, ahead=early is not None
+        ),
         sync_s=float(_link_seconds(sync.values[:4], topology=topology, rates=rates).max(1).sum()),
     )
 
@@ -170,12 +188,14 @@ def plan_time(
 ) -> StepTime:
     """The `step_time` of a plan, whose dense layers cost so much."""
     sizes = bucket_sizes(plan)
+    loads = expect_each(plan, accesses, state=state, rates=rates)
     return step_time(
-        expect_tables(plan, accesses, state=state, rates=rates),
+        sum(loads.values(), no_load(plan.mesh.topology.world)),
         expect_dense(sum(sizes), topology=plan.mesh.topology, tree=plan.tree),
         topology=plan.mesh.topology,
         rates=rates,
         cost=cost,
         buckets=sizes,
         sync=expect_sync(plan, accesses, state=state, rates=rates),
+        early=early_part(plan, loads, accesses) if plan.depth > 1 else None,
     )

@@ -11,7 +11,7 @@ from rowmesh.placement import Plan
 from rowmesh.placement.memory import RULE_STATES, RuleState
 from rowmesh.stats import Accesses
 
-__all__ = ["expect_plan", "expect_sync", "expect_tables"]
+__all__ = ["expect_each", "expect_plan", "expect_sync", "expect_tables"]
 
 _ROWWISE = RULE_STATES["rowwise_adagrad"]
 _RATES = Rates()
@@ -25,20 +25,31 @@ def expect_tables(
     rates: Rates = _RATES,
 ) -> Load:
     """The sum over the plan's tables, without the sync of their replicas."""
-    topology = plan.mesh.topology
-    total = no_load(topology.world)
-    for table in plan.tables:
-        total += expect_table(
+    loads = expect_each(plan, accesses, state=state, rates=rates)
+    return sum(loads.values(), no_load(plan.mesh.topology.world))
+
+
+def expect_each(
+    plan: Plan,
+    accesses: Mapping[str, Accesses],
+    *,
+    state: RuleState = _ROWWISE,
+    rates: Rates = _RATES,
+) -> dict[str, Load]:
+    """Every table by its name, without the sync of its replicas."""
+    return {
+        table.name: expect_table(
             table,
             accesses[table.name],
-            topology=topology,
+            topology=plan.mesh.topology,
             state=state,
             rates=rates,
             tree=plan.tree,
             groups=plan.groups(table),
             steps_apart=plan.sync.mode != "gradients",
         )
-    return total
+        for table in plan.tables
+    }
 
 
 def expect_sync(

@@ -2,6 +2,7 @@
 
 from rowmesh.planners.auto import blank_table, blank_tables, make_plan, plan_tables
 from rowmesh.planners.constraints import Constraints, Pin, parse_constraints
+from rowmesh.planners.depth import parse_depth
 from rowmesh.planners.groups import list_meshes, parse_groups, parse_layout, parse_sync
 from rowmesh.planners.per_host import RowTiers
 from rowmesh.planners.tiers import HotRows, choose_tiers, parse_tiers
@@ -17,6 +18,7 @@ __all__ = [
     "list_meshes",
     "make_plan",
     "parse_constraints",
+    "parse_depth",
     "parse_groups",
     "parse_layout",
     "parse_sync",

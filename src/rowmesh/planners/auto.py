@@ -12,7 +12,8 @@ from rowmesh.placement import Plan, Predicted, Sync, TablePlan
 from rowmesh.placement.dense import bucket_elements
 from rowmesh.placement.memory import rule_state
 from rowmesh.planners.constraints import Constraints
-from rowmesh.planners.groups import choose_groups, list_meshes
+from rowmesh.planners.depth import choose_depth, parse_depth
+from rowmesh.planners.groups import list_meshes
 from rowmesh.planners.options import Wishes
 from rowmesh.planners.placing import Problem
 from rowmesh.planners.tiers import parse_tiers
@@ -51,7 +52,7 @@ def make_plan(
     groups: str | int = "off",
     layout: str = "auto",
     sync: Sync = _GRADIENTS,
-    depth: int = 1,
+    depth: str | int = 1,
     on_progress: Callable[[float], None] = lambda share: None,
 ) -> Plan:
     """A plan for ``model`` on ``topology``, by reading its table configurations only.
@@ -79,7 +80,8 @@ def make_plan(
             ranks), ``auto`` (the number that makes a step shortest), or the number itself.
         layout: Of groups: contiguous, strided, or ``auto`` for the better one.
         sync: How replicas are kept together where there are several groups.
-        depth: Batches begun at a time (`rowmesh.Pipeline`).
+        depth: Batches begun at a time (`rowmesh.Pipeline`), or ``auto``: what makes a step
+            shortest, if ``cost`` is given; else 2 on several hosts and 1 on one.
         on_progress: Called now and then with the share of the work done, from 0 to 1.
 
     Raises:
@@ -128,7 +130,7 @@ def plan_tables(
     groups: str | int = "off",
     layout: str = "auto",
     sync: Sync = _GRADIENTS,
-    depth: int = 1,
+    depth: str | int = 1,
     on_progress: Callable[[float], None] = lambda share: None,
 ) -> Plan:
     """Fill in the tiers and exchanges of ``tables``; `make_plan` for tables without a model."""
@@ -158,11 +160,11 @@ def plan_tables(
     )
     constraints.check(tables, topology)
     meshes = list_meshes(topology, groups=groups, layout=layout)
-    plan = choose_groups(problem, meshes, on_progress=on_progress)
+    plan = choose_depth(problem, meshes, parse_depth(depth), on_progress=on_progress)
     on_progress(1.0)
     total = expect_plan(plan, stats.tables, state=problem.state, rates=problem.rates)
     predicted = _predicted(total, topology, rates)
-    return replace(plan, depth=depth, predicted=predicted).validate()
+    return replace(plan, predicted=predicted)
 
 
 def _limit(topology: Topology, constraints: Constraints) -> int | None:

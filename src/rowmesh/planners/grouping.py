@@ -84,6 +84,7 @@ def _place(
         dense=problem.dense,
         tree=problem.tree,  # type: ignore[arg-type]
         sync=problem.sync,
+        depth=problem.depth,
     )
     fixed = expect_dense(sum(problem.dense), topology=topology, tree=plan.tree)
     placed: dict[str, TablePlan] = {}

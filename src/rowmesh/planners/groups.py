@@ -12,8 +12,8 @@ from rowmesh.cost import (
     expect_sync,
     expect_tables,
     imbalance,
+    plan_time,
     step_seconds,
-    step_time,
 )
 from rowmesh.errors import InputError, PlanError, did_you_mean
 from rowmesh.placement import MeshShape, Plan, Sync, Tier
@@ -217,22 +217,14 @@ def _least_bytes(problem: Problem, mesh: MeshShape) -> int:
 def evaluate(plan: Plan, problem: Problem) -> GroupCandidate:
     """What a plan sends, holds and takes on the whole topology."""
     topology, rates, state = problem.topology, problem.rates, problem.state
-    accesses, sizes = problem.stats.tables, bucket_sizes(plan)
+    accesses = problem.stats.tables
     tables = expect_tables(plan, accesses, state=state, rates=rates)
     sync = expect_sync(plan, accesses, state=state, rates=rates)
-    dense = expect_dense(sum(sizes), topology=topology, tree=plan.tree)
+    dense = expect_dense(sum(bucket_sizes(plan)), topology=topology, tree=plan.tree)
     total: Load = tables + dense + sync
     step_s = step_seconds(total, topology=topology, rates=rates)
     if problem.cost is not None:
-        step_s = step_time(
-            tables,
-            dense,
-            topology=topology,
-            rates=rates,
-            cost=problem.cost,
-            buckets=sizes,
-            sync=sync,
-        ).total_s
+        step_s = plan_time(plan, accesses, rates=rates, cost=problem.cost, state=state).total_s
     exchange = tables + dense
     return GroupCandidate(
         size=plan.mesh.group,

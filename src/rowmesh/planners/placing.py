@@ -33,6 +33,7 @@ class Problem:
         hot: Hot rows; None for as many as make a step shortest.
         cost: Of the dense layers, if known.
         sync: Of replicas.
+        depth: Batches begun at a time.
     """
 
     tables: tuple[TablePlan, ...]
@@ -47,6 +48,7 @@ class Problem:
     hot: int | None
     cost: DenseCost | None
     sync: Sync
+    depth: int = 1
 
     @property
     def tree(self) -> str:

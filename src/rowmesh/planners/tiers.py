@@ -27,6 +27,7 @@ from rowmesh.cost import (
     step_time,
 )
 from rowmesh.cost.buckets import sum_elements
+from rowmesh.cost.early import early_load, early_share
 from rowmesh.cost.load import no_load
 from rowmesh.errors import InputError, PlanError
 from rowmesh.placement import (
@@ -112,7 +113,7 @@ class HotRows:
         self._stats, self._rates, self._cost = stats, rates, cost
         self._state, self._limit = state, limit
         self._orders = [RowOrder(plan, stats, state, limit) for plan in plans]
-        self._loads: dict[object, tuple[Load, Load]] = {}  # of tables, and of their sync
+        self._loads: dict[object, tuple[Load, ...]] = {}  # of tables, and of their sync
 
     def choose(self, k: int | None) -> Plan:
         """The plan with ``k`` hot rows, or with the number that makes a step shortest.
@@ -183,7 +184,7 @@ class HotRows:
     def _time(self, order: RowOrder, k: int, sums: Sums) -> _Try:
         """The time of a step, from the loads of tables that were seen before where possible."""
         plan, lines = order.plan, 0
-        total = sync = no_load(plan.mesh.topology.world)
+        total = sync = early = no_load(plan.mesh.topology.world)
         counts = order.counts(k)
         for number, (table, count) in enumerate(zip(plan.tables, counts, strict=True)):
             key = (id(plan), number, count, sums if count else "")
@@ -191,6 +192,7 @@ class HotRows:
                 self._loads[key] = self._load(plan, table, count, sums)
             total += self._loads[key][0]
             sync += self._loads[key][1]
+            early += self._loads[key][2]
             if sums == "bucket":
                 lines += sum_elements(table, count)
         sizes = bucket_sizes(plan)
@@ -203,10 +205,12 @@ class HotRows:
             cost=self._cost,
             buckets=sizes,
             sync=sync,
+            early=early if plan.depth > 1 else None,
         )
         return _Try(plan, k, sums, time.total_s)
 
-    def _load(self, plan: Plan, table: TablePlan, count: int, sums: Sums) -> tuple[Load, Load]:
+    def _load(self, plan: Plan, table: TablePlan, count: int, sums: Sums) -> tuple[Load, ...]:
+        """Of a table with so many hot rows: all but the sync, the sync, what travels ahead."""
         topology, accesses = plan.mesh.topology, self._stats.tables[table.name]
         total, groups, rates = no_load(topology.world), plan.groups(table), self._rates
         if count:
@@ -221,7 +225,7 @@ class HotRows:
                 tree=plan.tree,
                 groups=groups,
             )
-        total += expect_table(
+        cold = expect_table(
             table,
             accesses,
             topology=topology,
@@ -241,7 +245,8 @@ class HotRows:
             rates=rates,
             num_hot=count,
         )
-        return total, sync
+        share = early_share(plan, table, accesses)
+        return total + cold, sync, early_load(cold, share)
 
     def _everything(self, plan: Plan) -> list[_Try]:
         """Every table on every rank, if it fits."""

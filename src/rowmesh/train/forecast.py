@@ -67,8 +67,9 @@ def forecast_step(
 
 
 def plan_of(config: RunConfig, model: nn.Module, topology: Topology) -> Plan:
-    """`plan_run` of a run, told what its dense layers cost where hot rows or groups need it."""
-    depends = config.plan.tiers != "off" or config.plan.groups == "auto"
+    """`plan_run` of a run, told what its dense layers cost where a choice depends on it."""
+    chosen = config.plan
+    depends = chosen.tiers != "off" or "auto" in (chosen.groups, chosen.depth)
     needs = config.plan.topology is not None and depends
     return plan_run(
         config.plan,

@@ -9,12 +9,12 @@ from torch import nn
 from rowmesh.comm.mesh import Mesh
 from rowmesh.cost import load_calibration
 from rowmesh.data import ItemSequences, Source, SyntheticClicks, SyntheticSequences
-from rowmesh.errors import InputError, PlanError, check_range
+from rowmesh.errors import InputError, PlanError
 from rowmesh.placement import Plan, load_plan
-from rowmesh.placement.rules import MAX_DEPTH
 from rowmesh.planners import (
     Constraints,
     make_plan,
+    parse_depth,
     parse_groups,
     parse_layout,
     parse_sync,
@@ -53,8 +53,8 @@ class PlanConfig:
         layout: Of groups: auto, contiguous or strided.
         sync: How replicas of groups are kept together: gradients, weights, weights:4 (every 4
             steps), weights:4:dense, moments-first:4.
-        depth: Batches begun at a time, from 1 to 8: above 1 messages travel ahead of their forward,
-            and bits stay as they are.
+        depth: Batches begun at a time, from 1 to 8, or auto: above 1 messages travel ahead of
+            their forward, and bits stay as they are.
         refresh: Steps after which hot rows are chosen again from the last 32 batches of rank 0,
             and moved; None leaves them as planned.
         batches: Batches of rank 0 whose accesses are counted; 0 assumes Zipf ids. With hot rows
@@ -77,7 +77,7 @@ class PlanConfig:
     groups: int | str = "off"
     layout: str = "auto"
     sync: str = "gradients"
-    depth: int = 1
+    depth: int | str = "auto"
     refresh: int | None = None
     batches: int = 4
     profile: str | None = None
@@ -89,12 +89,12 @@ class PlanConfig:
             ("groups", parse_groups),
             ("layout", parse_layout),
             ("sync", parse_sync),
+            ("depth", parse_depth),
         ):
             try:
                 parse(getattr(self, name))
             except InputError as error:
                 raise InputError(f"plan.{name}: {error}") from None
-        check_range("plan.depth", self.depth, 1, MAX_DEPTH)
         if self.batches < 0:
             raise InputError(f"plan.batches is {self.batches}, but must be at least 0")
         if self.refresh is not None and self.refresh < 1:

@@ -1,0 +1,65 @@
+"""What of a forward's messages travels ahead of it, where batches are begun before forwards."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from rowmesh.cost.load import LINES, Load
+from rowmesh.placement import Exchange, Plan, TablePlan, hot_ids
+from rowmesh.stats import Accesses
+
+__all__ = ["early_load", "early_part", "early_share", "late_share"]
+
+
+def late_share(accesses: Accesses, num_batches: int) -> float:
+    """The share of a batch's distinct rows that are in any of ``num_batches`` others too.
+
+    (U(1) + U(n) - U(n + 1)) / U(1), U(n) being the distinct rows of n batches together.
+    """
+    if not num_batches or accesses.distinct <= 0.0:
+        return 0.0
+    both = accesses.union(num_batches) - accesses.union(num_batches + 1)
+    return min(1.0, max(0.0, 1.0 + both / accesses.distinct))
+
+
+def early_share(plan: Plan, table: TablePlan, cold: Accesses) -> float:
+    """The share of a table's messages in forward that no unfinished step holds up.
+
+    Rows that the batches of d - 1 steps on all ranks of a group touch are late; so is all that
+    owners pool, and in shard groups all rows before a step that syncs.
+
+    Args:
+        plan: With its depth d.
+        table: Of the plan.
+        cold: Accesses of its rows that have no copies.
+    """
+    if plan.depth == 1 or table.exchange is Exchange.POOLED:
+        return 0.0
+    groups, steps = plan.groups(table), plan.depth - 1
+    early = 1.0
+    if table.trainable:
+        early -= late_share(cold, steps * groups.size)
+        if groups.count > 1:
+            period = 1 if plan.sync.mode == "gradients" else plan.sync.period
+            early *= max(0.0, 1.0 - steps / period)
+    if not table.dedup and cold.requests:
+        early *= cold.distinct / cold.requests
+    return early
+
+
+def early_part(plan: Plan, loads: Mapping[str, Load], accesses: Mapping[str, Accesses]) -> Load:
+    """The part of ``loads``, of the plan's tables by name, that travels ahead."""
+    total = np.zeros((LINES, plan.mesh.topology.world))
+    for table in plan.tables if plan.depth > 1 else ():
+        cold = accesses[table.name]
+        for _, rows in table.hot:
+            _, cold = cold.part(hot_ids(rows, where=f"table {table.name!r}"))
+        total += early_load(loads[table.name], early_share(plan, table, cold)).values
+    return Load(total)
+
+
+def early_load(load: Load, share: float) -> Load:
+    """The ``share`` of a table's messages in forward."""
+    values = np.zeros_like(load.values)
+    values[:4] = share * (load.values[:4] - load.values[4:8])
+    return Load(values)

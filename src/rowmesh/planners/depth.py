@@ -1,0 +1,70 @@
+"""How many batches are begun at a time: what makes a step shortest."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from rowmesh.cost import plan_time
+from rowmesh.errors import InputError
+from rowmesh.placement import MeshShape, Plan
+from rowmesh.placement.rules import MAX_DEPTH
+from rowmesh.planners.groups import choose_groups
+from rowmesh.planners.placing import Problem
+
+__all__ = ["choose_depth", "parse_depth"]
+
+_LEAST_GAIN = 0.025  # of a step: less is within the error of the model
+
+
+def parse_depth(value: str | int) -> int | None:
+    """A number as it is, ``auto`` is None.
+
+    Raises:
+        InputError: If it is neither, or out of range.
+    """
+    if value == "auto":
+        return None
+    number = int(value) if str(value).isdecimal() else 0
+    if not 1 <= number <= MAX_DEPTH:
+        raise InputError(f"depth {value!r}: say auto, or a number of batches from 1 to {MAX_DEPTH}")
+    return number
+
+
+def choose_depth(
+    problem: Problem,
+    meshes: Sequence[MeshShape],
+    depth: int | None,
+    *,
+    on_progress: Callable[[float], None],
+) -> Plan:
+    """The plan of `choose_groups` at the given depth, or at the one whose step is shortest.
+
+    Depths 1 and 2 are planned each for itself, since hot rows are worth more where the rest can
+    be fetched ahead; depth 3 is the plan of 2, deeper. One that gains less than 2.5 % is not taken.
+
+    Raises:
+        PlanError: As `choose_groups`.
+    """
+    if depth is None and (problem.cost is None or problem.topology.world == 1):
+        depth = 2 if problem.topology.hosts > 1 else 1
+    if depth is not None:
+        return choose_groups(replace(problem, depth=depth), meshes, on_progress=on_progress)
+    best = choose_groups(problem, meshes, on_progress=lambda share: on_progress(share / 2))
+    second = choose_groups(
+        replace(problem, depth=2), meshes, on_progress=lambda share: on_progress((1 + share) / 2)
+    )
+    for plan in (second, replace(second, depth=3)):
+        if _seconds(plan, problem) < _seconds(best, problem) * (1.0 - _LEAST_GAIN):
+            best = plan
+    return best
+
+
+def _seconds(plan: Plan, problem: Problem) -> float:
+    assert problem.cost is not None
+    time = plan_time(
+        plan,
+        problem.stats.tables,
+        rates=problem.rates,
+        cost=problem.cost,
+        state=problem.state,
+    )
+    return time.total_s
