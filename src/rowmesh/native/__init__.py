@@ -1,7 +1,7 @@
 """Compiled loops for the hot paths of a step, where a compiler was there at installation.
 
-Every function here returns what the torch path beside its caller would, bit for bit, or None (False)
-if it cannot: no library, or tensors that are not contiguous, on the CPU, or of a dtype it knows. See
+Every function returns what the torch path beside its caller would, bit for bit, or None (False) if
+it cannot: no library, or tensors that are not contiguous, on the CPU, or of a dtype it knows. See
 docs/kernels.md.
 """
 

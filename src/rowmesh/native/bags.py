@@ -60,6 +60,7 @@ class Places(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("first_entry", "num_shards", "owner", "slot0")),
         *((name, ctypes.c_void_p) for name in ("stride", "bases", "is_copied", "is_pooled")),
+        ("num_entries", ctypes.c_int64),
         ("copies_base", ctypes.c_int64),
         ("shard_bits", ctypes.c_int32),
     )
@@ -98,11 +99,12 @@ def make_keys(
     base = torch.tensor(bases, dtype=torch.int64)
     places = Places(
         *(pointer(t) for t in (*entries, base, *flags)),
+        len(entries[-1]),
         bases[-2],
         -1 if shard_bits is None else shard_bits,
     )
-    lib.rm_keys(
+    done = lib.rm_keys(
         *(ctypes.byref(places), len(ids), pointer(ids), pointer(reader), pointer(bag)),
         *(is_wide(keys), pointer(keys), slots is not None and is_wide(slots), pointer(slots)),
     )
-    return keys, slots
+    return (keys, slots) if done == 0 else None

@@ -15,17 +15,17 @@ _INTERFACE = 1  # of kernels.c: rm_interface
 _MOST_IDS = (1 << 31) - 1  # places are int32
 _I32, _I64, _F32, _P = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 _INTEGERS = (torch.int32, torch.int64)
-_FUNCTIONS: dict[str, tuple[type, list[type]]] = {
+_FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "rm_sort": (_I32, [_I64, _P, _I32, _P, _P]),
     "rm_run_starts": (_I64, [_I64, _P, _I32, _P]),
-    "rm_run_numbers": (_I32, [_I64, _P, _I64, _P, _P]),
-    "rm_move_runs": (_I32, [_I64, _P, _I64, _P, _P, _P, _P]),
+    "rm_run_numbers": (None, [_I64, _P, _I64, _P, _P]),
+    "rm_move_runs": (None, [_I64, _P, _I64, _P, _P, _P, _P]),
     "rm_flatten": (_I32, [_I64, _P, _P, _I64, _P, _I32, _P, _I64, _I64, _P, _P, _P, _P]),
     "rm_ids_fit": (_I32, [_I64, _P, _P, _P]),
     "rm_keys": (_I32, [_P, _I64, _P, _P, _P, _I32, _P, _I32, _P]),
-    "rm_mark_pooled": (_I32, [_I64, _P, _I64, _P, _P, _P, _P, _I32, _P, _P, _P]),
+    "rm_mark_pooled": (None, [_I64, _P, _I64, _P, _P, _P, _P, _I32, _P, _P, _P]),
     "rm_keep_terms": (_I64, [_I64, _P, _P, _P, _I64, _P, _P, _P, _P]),
-    "rm_mark_tree": (_I32, [_I64, _P, _I32, _P, _I32, _P, _P, _P]),
+    "rm_mark_tree": (None, [_I64, _P, _I32, _P, _I32, _I32, _P, _P, _P]),
     "rm_add_tree": (
         _I32,
         [_I64, _P, _I32, _P, _P, _P, _I64, _P, _I64, _P, _I32, _P, _P, _P, _P],

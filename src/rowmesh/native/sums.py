@@ -56,15 +56,17 @@ def _levels(
     """
     lib = library()
     assert lib is not None
-    wide = [label.long() for label in labels]  # held until the call is over
-    pointers = (ctypes.c_void_p * len(wide))(*(label.data_ptr() for label in wide))
+    wide = any(is_wide(label) for label in labels)
+    labels = [label.long() for label in labels] if wide else labels
+    pointers = (ctypes.c_void_p * len(labels))(*(label.data_ptr() for label in labels))
     marks = torch.empty(len(rows), dtype=torch.uint8)
-    nodes = (ctypes.c_int64 * (len(wide) + 1))()
+    nodes = (ctypes.c_int64 * (len(labels) + 1))()
     lib.rm_mark_tree(
         *(len(rows), pointer(rows), is_wide(rows), pointer(order)),
-        *(len(wide), pointers, pointer(marks), nodes),
+        *(len(labels), wide, pointers, pointer(marks), nodes),
     )
-    parts, levels = len(rows), []
+    parts = len(rows)
+    levels: list[tuple[int, int]] = []
     for level, count in enumerate(nodes):
         if count != parts or (is_weighted and not levels):
             levels.append((level, count))

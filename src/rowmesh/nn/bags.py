@@ -104,35 +104,24 @@ def flatten(
         raise InputError(f"a length is negative: {int(lengths.min())}")
     chosen = torch.tensor([keys[r.feature] for r in readers], dtype=torch.int64, device=device)
     weights = _weights(features) if weighted else None
-    even = pooled and len(lengths) > 0 and int(lengths.max()) * len(lengths) == total
-    if even:
-        begins, counts = _even_bags(chosen, stride, values.numel() // len(lengths))
-    else:
-        begins = features.offsets()[:-1].view(len(keys), stride).index_select(0, chosen).long()
-        counts = lengths.view(len(keys), stride).index_select(0, chosen).long()
-        if pooled:
-            begins, counts = begins.t(), counts.t()
+    if pooled and not weighted and len(lengths) and int(lengths.max()) * len(lengths) == total:
+        return _flatten_even(values.view(len(keys), stride, -1), chosen)
+    begins = features.offsets()[:-1].view(len(keys), stride).index_select(0, chosen).long()
+    counts = lengths.view(len(keys), stride).index_select(0, chosen).long()
+    if pooled:
+        begins, counts = begins.t(), counts.t()
     begins, counts = begins.reshape(-1), counts.reshape(-1)
     per_reader = 0 if pooled else max(stride, 1)
     found = native.flatten(values, begins, counts, weights, len(readers), per_reader)
-    if found is None and even and weights is None:
-        return _flatten_even(values.view(len(keys), stride, -1), chosen)
     if found is None:
         found = _spread(values, begins, counts, weights, len(readers), per_reader)
-    ids, reader, bag, weights = found
+    ids, of_reader, bag, weights = found
     sample = None
     if not pooled:
         sample = bag % max(stride, 1)
         bag = torch.arange(len(bag), dtype=torch.int32, device=device)
         counts = counts.new_ones(len(bag))
-    return Bags(ids=ids, reader=reader, bag=bag, lengths=counts, weights=weights, sample=sample)
-
-
-def _even_bags(chosen: Tensor, stride: int, length: int) -> tuple[Tensor, Tensor]:
-    """Where bags begin, and their lengths, where all have one length: ``[samples, readers]``."""
-    sample = torch.arange(stride, device=chosen.device)
-    begins = (chosen * (stride * length)) + (sample * length).unsqueeze(1)
-    return begins, torch.full_like(begins, length)
+    return Bags(ids=ids, reader=of_reader, bag=bag, lengths=counts, weights=weights, sample=sample)
 
 
 def _spread(

@@ -1,4 +1,4 @@
-"""The three sums everything is made of: pool a bag, add runs of equal keys, coalesce rows; and sorts.
+"""The three sums everything is made of: pool a bag, add runs of equal keys, coalesce rows.
 
 Each adds in the order given, from zero, in fp32; the runtime and the oracle both call these,
 which is why they agree to the bit. See docs/exactness.md. Compiled code does the same where it is

@@ -157,7 +157,7 @@ def _move_by_rows(
     eps: float,
     divisor: float = 1.0,
 ) -> None:
-    """``v += squares / divisor``; ``w -= lr * g / (sqrt(v) + eps)``; squares of ``grad`` if None."""
+    """``v += squares / divisor``; ``w -= lr * g / (sqrt(v) + eps)``; None: squares of ``grad``."""
     dim = grad.shape[1]
     if native.step_rowwise_adagrad(
         weight,
@@ -179,8 +179,11 @@ def _move_by_rows(
 
 
 def _sqrt(values: Tensor) -> Tensor:
-    """Rounded to nearest. torch's fp32 root may be one bit off, which one depends on the CPU; a root
-    in fp64, even one bit off, is never so close to the middle of two fp32 numbers."""
+    """The root, rounded to nearest.
+
+    torch's fp32 root may be one bit off, and where depends on the CPU. In fp64 that does not
+    matter: no root of an fp32 number is so close to the middle of two others.
+    """
     return values.double().sqrt_().float()
 
 
@@ -234,9 +237,7 @@ class MomentumScaledRowwiseAdagrad:
     ) -> None:
         """One step; c = 1 if `for_groups` has not said otherwise."""
         scale = 1.0 if self.scale == "groups" else self.scale
-        _move_by_rows(
-            weight, state["v"], rows, grad, squares, lr=lr, eps=self.eps, divisor=scale
-        )
+        _move_by_rows(weight, state["v"], rows, grad, squares, lr=lr, eps=self.eps, divisor=scale)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

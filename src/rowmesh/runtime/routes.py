@@ -115,13 +115,15 @@ def route_bags(layout: StackLayout, bags: Bags, *, training: bool) -> Route:
         weights = torch.where(layout.is_pooled.index_select(0, bags.reader), 1.0, weights)
     bag_starts = (torch.cumsum(bags.lengths, 0) - bags.lengths).to(torch.int32)
     forward = Sum(run_numbers(order, starts), bag_starts, weights)
-    backward = Sum(bags.bag.index_select(0, order), starts, _select(weights, order))
+    terms = Sum(order, starts, None)  # of the gradients, as ids
     pooled_ids = None
     if slot is not None and len(starts) == len(keys):
         pooled_ids = slot.index_select(0, order)  # every bag has one id, and nothing is left out
     elif slot is not None:
         pooled_ids, keep, keep_id = _mark_pooled(layout, bags, slot, order, starts)
-        backward, forward = backward.kept(keep), forward.kept(keep_id)
+        terms, forward = terms.kept(keep), forward.kept(keep_id)
+    ids = terms.positions
+    backward = Sum(bags.bag.index_select(0, ids), terms.starts, _select(weights, ids))
     requests = _requests(
         layout,
         bases,
@@ -145,9 +147,7 @@ def route_bags(layout: StackLayout, bags: Bags, *, training: bool) -> Route:
     )
 
 
-def _places(
-    layout: StackLayout, bags: Bags, bases: Sequence[int]
-) -> tuple[Tensor, Tensor | None]:
+def _places(layout: StackLayout, bags: Bags, bases: Sequence[int]) -> tuple[Tensor, Tensor | None]:
     """For every id its key and, where owners pool, its slot."""
     wide = [n > _INT32 for n in (bases[-1], max(layout.asked_slots))]
     dtype, slot_dtype = (torch.int64 if w else torch.int32 for w in wide)
@@ -179,9 +179,10 @@ def _places(
 def _mark_pooled(
     layout: StackLayout, bags: Bags, slot: Tensor, order: Tensor, starts: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sorted slots, complemented unless first of a vector; which ids the sums keep as terms.
+    """For bags that owners pool: slots in sorted order, complemented unless first of a vector.
 
-    Of a bag that its owner pools they keep the first id. In sorted order, then in that of ids.
+    Then which ids the sums keep as terms, of such a bag only the first: in sorted order, and in
+    that of ids.
     """
     found = native.mark_pooled(order, starts, slot, bags.reader, layout.is_pooled)
     if found is not None:
@@ -289,7 +290,8 @@ def _find_hot(layout: StackLayout, distinct: Tensor, num_bags: int) -> tuple[Ten
     keys = keys.to(distinct.dtype)
     few, many = (keys, distinct) if len(keys) < len(distinct) else (distinct, keys)
     if not len(few):
-        return few.long(), few.long()
+        none = torch.empty(0, dtype=torch.int64, device=few.device)
+        return none, none
     place = torch.searchsorted(many, few).clamp_(max=len(many) - 1)
     mine = (many.index_select(0, place) == few).nonzero().squeeze(1)
     place = place.index_select(0, mine)
