@@ -93,7 +93,7 @@ int32_t rm_sort(int64_t n, const void *keys, int32_t wide, void *sorted, int32_t
     while (all >> bits) bits++;
     if (!is_sorted) /* a copy of the code for each width */
         return wide ? radix(n, keys, 1, bits, sorted, order) : radix(n, keys, 0, bits, sorted, order);
-    memcpy(sorted, keys, (size_t)n * (wide ? 8 : 4));
+    if (n) memcpy(sorted, keys, (size_t)n * (wide ? 8 : 4));
     for (int64_t i = 0; i < n; i++) order[i] = (int32_t)i;
     return 0;
 }
@@ -144,7 +144,7 @@ int32_t rm_flatten(int64_t bags, const int64_t *begins, const int64_t *counts, i
             reader[used + i] = (int32_t)r;
             bag[used + i] = (int32_t)b;
         }
-        if (weights) memcpy(id_weights + used, weights + begin, (size_t)count * sizeof(float));
+        for (int64_t i = 0; weights && i < count; i++) id_weights[used + i] = weights[begin + i];
         used += count;
         if (per_reader == 0)
             r = r + 1 == readers ? 0 : r + 1;
