@@ -1,6 +1,6 @@
 # Everything happens in .venv, made here with python3 if absent. The stamps in it say what is
 # installed: they are written last, so an interrupted set-up starts again, and a finished one is
-# repeated only when pyproject.toml or constraints.txt change.
+# repeated only when pyproject.toml, constraints.txt or the C code change.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -37,7 +37,7 @@ nightly: $(TEST_READY)
 	$(BIN)/pytest -m nightly
 
 # torch goes first and under the constraint: resolved freely it may come with gigabytes of CUDA.
-$(DEMO_READY): pyproject.toml constraints.txt
+$(DEMO_READY): pyproject.toml setup.py constraints.txt src/rowmesh/native/kernels.c
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@echo "installing torch (large) and rowmesh into $(VENV)"
 	@$(PIP) torch
@@ -51,4 +51,6 @@ $(TEST_READY): $(DEMO_READY)
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	find src -name '*.so' -delete
+	rm -f $(DEMO_READY) $(TEST_READY)
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from typer.testing import CliRunner
 
+from rowmesh import native
 from rowmesh.cli import app
 from rowmesh.cli import doctor as cli_doctor
+from rowmesh.native import library
 from rowmesh.train import doctor, network
 from rowmesh.train.doctor import can_train, check_extra, examine, features
 from rowmesh.train.hardware import (
@@ -241,6 +244,14 @@ def test_a_silent_resolver_does_not_hold_up_the_doctor(monkeypatch: pytest.Monke
     found = check_hostname("slow", timeout_s=0.05)
     asked.set()
     assert (found.value, found.ok) == ("slow: no answer in 0.05 s", False)
+
+
+def test_it_says_whether_compiled_kernels_are_used() -> None:
+    assert doctor.check_kernels().ok is (True if native.is_available() else None)
+    with mock.patch.object(library, "_find", return_value=(None, "not built")):
+        found = doctor.check_kernels()
+    assert (found.value, found.ok) == ("not built: torch is used", None)
+    assert "pip install" in found.advice
 
 
 def test_a_compiler_is_found_or_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rowmesh import native
 from rowmesh.errors import InputError, did_you_mean
 from rowmesh.features import KeyedJaggedTensor
 from rowmesh.tables import TableConfig
@@ -41,7 +42,7 @@ class Bags:
 
     Args:
         ids: ``[n]`` int64.
-        reader: ``[n]`` reader of each id, an index into the readers asked for.
+        reader: ``[n]`` int32 reader of each id, an index into the readers asked for.
         bag: ``[n]`` int32 bag of each id, ascending.
         lengths: ``[bags]`` ids per bag.
         weights: ``[n]`` fp32 or None.
@@ -101,33 +102,49 @@ def flatten(
         raise InputError(f"lengths add up to {total}, but {values.numel()} ids were given")
     if len(lengths) and int(lengths.min()) < 0:
         raise InputError(f"a length is negative: {int(lengths.min())}")
-    chosen = torch.tensor([keys[r.feature] for r in readers], device=device)
+    chosen = torch.tensor([keys[r.feature] for r in readers], dtype=torch.int64, device=device)
+    weights = _weights(features) if weighted else None
     if pooled and not weighted and len(lengths) and int(lengths.max()) * len(lengths) == total:
         return _flatten_even(values.view(len(keys), stride, -1), chosen)
-    begins = features.offsets()[:-1].view(len(keys), stride).index_select(0, chosen)
+    begins = features.offsets()[:-1].view(len(keys), stride).index_select(0, chosen).long()
     counts = lengths.view(len(keys), stride).index_select(0, chosen).long()
     if pooled:
         begins, counts = begins.t(), counts.t()
     begins, counts = begins.reshape(-1), counts.reshape(-1)
-    ends = torch.cumsum(counts, 0)
-    num_ids = int(ends[-1]) if len(ends) else 0
-    bag = torch.repeat_interleave(
-        torch.arange(len(counts), device=device), counts, output_size=num_ids
-    )
-    source = torch.arange(num_ids, device=device) + (begins - ends + counts).index_select(0, bag)
-    of_reader = bag % len(readers) if pooled else bag // max(stride, 1)
-    weights = _weights(features, source) if weighted else None
+    per_reader = 0 if pooled else max(stride, 1)
+    found = native.flatten(values, begins, counts, weights, len(readers), per_reader)
+    if found is None:
+        found = _spread(values, begins, counts, weights, len(readers), per_reader)
+    ids, of_reader, bag, weights = found
     sample = None
     if not pooled:
         sample = bag % max(stride, 1)
-        bag, counts = torch.arange(num_ids, device=device), counts.new_ones(num_ids)
-    return Bags(
-        ids=values.index_select(0, source).long(),
-        reader=of_reader,
-        bag=bag.to(torch.int32),
-        lengths=counts,
-        weights=weights,
-        sample=sample,
+        bag = torch.arange(len(bag), dtype=torch.int32, device=device)
+        counts = counts.new_ones(len(bag))
+    return Bags(ids=ids, reader=of_reader, bag=bag, lengths=counts, weights=weights, sample=sample)
+
+
+def _spread(
+    values: Tensor,
+    begins: Tensor,
+    counts: Tensor,
+    weights: Tensor | None,
+    num_readers: int,
+    per_reader: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Ids, readers, bags and weights of ``counts[b]`` values from ``begins[b]``, bag by bag."""
+    ends = torch.cumsum(counts, 0)
+    num_ids = int(ends[-1]) if len(ends) else 0
+    number = torch.arange(len(counts), device=values.device)
+    bag = torch.repeat_interleave(number, counts, output_size=num_ids)
+    source = torch.arange(num_ids, device=values.device)
+    source += (begins - ends + counts).index_select(0, bag)
+    reader = bag // per_reader if per_reader else bag % num_readers
+    return (
+        values.index_select(0, source).long(),
+        reader.to(torch.int32),
+        bag.to(torch.int32),
+        None if weights is None else weights.index_select(0, source),
     )
 
 
@@ -136,7 +153,7 @@ def _flatten_even(values: Tensor, chosen: Tensor) -> Bags:
     _, stride, length = values.shape
     num_bags = stride * len(chosen)
     bag = torch.arange(num_bags, dtype=torch.int32, device=values.device)
-    reader = torch.arange(len(chosen), device=values.device)
+    reader = torch.arange(len(chosen), dtype=torch.int32, device=values.device)
     return Bags(
         ids=values.index_select(0, chosen).transpose(0, 1).reshape(-1).long(),
         reader=reader.repeat_interleave(length).repeat(stride),
@@ -146,7 +163,7 @@ def _flatten_even(values: Tensor, chosen: Tensor) -> Bags:
     )
 
 
-def _weights(features: KeyedJaggedTensor, source: Tensor) -> Tensor:
+def _weights(features: KeyedJaggedTensor) -> Tensor:
     weights = features.weights_or_none()
     if weights is None:
         raise InputError("a weighted collection needs per-sample weights in its features")
@@ -155,12 +172,14 @@ def _weights(features: KeyedJaggedTensor, source: Tensor) -> Tensor:
             f"per-sample weights are data: fp32 without gradient, got {weights.dtype}, "
             f"requires_grad={weights.requires_grad}"
         )
-    return weights.index_select(0, source)
+    return weights
 
 
 def check_ids(bags: Bags, readers: Sequence[Reader], tables: Sequence[TableConfig]) -> None:
     """Raise `InputError` for the first id outside its table."""
     rows = torch.tensor([tables[r.table].num_embeddings for r in readers], device=bags.ids.device)
+    if native.ids_fit(bags.ids, bags.reader, rows):
+        return
     bad = (bags.ids < 0) | (bags.ids >= rows.index_select(0, bags.reader))
     if not bool(bad.any()):
         return

@@ -1,7 +1,8 @@
 """The three sums everything is made of: pool a bag, add runs of equal keys, coalesce rows.
 
 Each adds in the order given, from zero, in fp32; the runtime and the oracle both call these,
-which is why they agree to the bit. See docs/exactness.md.
+which is why they agree to the bit. See docs/exactness.md. Compiled code does the same where it is
+there (`rowmesh.native`).
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["coalesce", "pool", "run_starts"]
+from rowmesh import native
+
+__all__ = ["coalesce", "pool", "run_numbers", "run_starts", "stable_sort"]
 
 
 def pool(
@@ -41,8 +44,36 @@ def pool(
     return F.embedding_bag(positions, source, starts, mode="sum")
 
 
+def stable_sort(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """``keys`` ascending, equal ones in the order given; and, in int32, where each was."""
+    found = native.stable_sort(keys)
+    if found is not None:
+        return found
+    keys, order = torch.sort(keys, stable=True)
+    return keys, order.to(torch.int32)
+
+
+def run_numbers(order: Tensor, starts: Tensor) -> Tensor:
+    """Of every key, before `stable_sort`, the number of its run: ``[n]`` int32.
+
+    Args:
+        order: Where each sorted key was.
+        starts: Where runs begin among the sorted keys.
+    """
+    found = native.run_numbers(order, starts)
+    if found is not None:
+        return found
+    first = torch.zeros_like(order)
+    first[starts.long()] = 1
+    number = torch.cumsum(first, 0, dtype=torch.int32).sub_(1)
+    return torch.empty_like(number).scatter_(0, order.long(), number)
+
+
 def run_starts(*keys: Tensor) -> Tensor:
     """Where a new run begins in sorted ``keys``: positions at which any of them changes."""
+    found = native.run_starts(keys[0]) if len(keys) == 1 else None
+    if found is not None:
+        return found
     first = torch.ones_like(keys[0], dtype=torch.bool)
     if len(first):
         changed = first[1:]
@@ -75,6 +106,9 @@ def coalesce(
     Returns:
         The distinct rows, ascending, and their sums ``[distinct, D]``.
     """
+    found = native.coalesce(rows, values, index=index, weights=weights, labels=labels)
+    if found is not None:
+        return found
     rows, order = torch.sort(rows, stable=True)
     labels = [label.index_select(0, order) for label in labels]
     position = (order if index is None else index.index_select(0, order)).to(torch.int32)

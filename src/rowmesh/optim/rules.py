@@ -15,8 +15,10 @@ from typing import ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
+from rowmesh import native
 from rowmesh.errors import InputError
 from rowmesh.optim.squares import mean_squares
+from rowmesh.placement.columns import num_blocks
 
 __all__ = [
     "SGD",
@@ -141,8 +143,7 @@ class RowwiseAdagrad:
         squares: Tensor | None = None,
     ) -> None:
         """One step."""
-        squares = mean_squares(grad) if squares is None else squares
-        _move_by_rows(weight, state["v"], rows, grad, squares, lr, self.eps)
+        _move_by_rows(weight, state["v"], rows, grad, squares, lr=lr, eps=self.eps)
 
 
 def _move_by_rows(
@@ -150,15 +151,40 @@ def _move_by_rows(
     moments: Tensor,
     rows: Tensor,
     grad: Tensor,
-    squares: Tensor,
+    squares: Tensor | None,
+    *,
     lr: float,
     eps: float,
+    divisor: float = 1.0,
 ) -> None:
-    """``v += squares``; ``w -= lr * g / (sqrt(v) + eps)``."""
-    moment = moments.index_select(0, rows).add_(squares)
+    """``v += squares / divisor``; ``w -= lr * g / (sqrt(v) + eps)``; None: squares of ``grad``."""
+    dim = grad.shape[1]
+    if native.step_rowwise_adagrad(
+        weight,
+        moments,
+        rows,
+        grad,
+        width=dim // num_blocks(dim),
+        squares=squares,
+        divisor=divisor,
+        lr=lr,
+        eps=eps,
+    ):
+        return
+    squares = mean_squares(grad) if squares is None else squares
+    moment = moments.index_select(0, rows).add_(squares / divisor)
     moments.index_copy_(0, rows, moment)
-    scale = -lr / moment.sqrt().add_(eps)
+    scale = -lr / _sqrt(moment).add_(eps)
     _move(weight, rows, grad * scale.unsqueeze(1))
+
+
+def _sqrt(values: Tensor) -> Tensor:
+    """The root, rounded to nearest.
+
+    torch's fp32 root may be one bit off, and where depends on the CPU. In fp64 that does not
+    matter: no root of an fp32 number is so close to the middle of two others.
+    """
+    return values.double().sqrt_().float()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,9 +236,8 @@ class MomentumScaledRowwiseAdagrad:
         squares: Tensor | None = None,
     ) -> None:
         """One step; c = 1 if `for_groups` has not said otherwise."""
-        squares = mean_squares(grad) if squares is None else squares
         scale = 1.0 if self.scale == "groups" else self.scale
-        _move_by_rows(weight, state["v"], rows, grad, squares / scale, lr, self.eps)
+        _move_by_rows(weight, state["v"], rows, grad, squares, lr=lr, eps=self.eps, divisor=scale)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

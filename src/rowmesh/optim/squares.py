@@ -1,7 +1,9 @@
 """Mean squares of rows, added in an order that no split of the columns changes."""
 
+import torch
 from torch import Tensor
 
+from rowmesh import native
 from rowmesh.placement.columns import num_blocks
 
 __all__ = ["block_squares", "mean_of_blocks", "mean_squares"]
@@ -10,12 +12,23 @@ __all__ = ["block_squares", "mean_of_blocks", "mean_squares"]
 def block_squares(grad: Tensor, *, dim: int) -> Tensor:
     """``[n, blocks]``: the squares of each column block of ``grad``, added up.
 
+    Neighbours are added pairwise until one is left, an odd one at the end waiting: for 5 columns
+    ((a + b) + (c + d)) + e. torch's own ``sum`` has an order that depends on the CPU.
+
     Args:
         grad: ``[n, columns]``, contiguous: whole blocks of the columns of a table.
         dim: Columns of the table, which fix its blocks (`rowmesh.placement.columns`).
     """
     width = dim // num_blocks(dim)
-    return grad.square().view(-1, width).sum(1).view(len(grad), grad.shape[1] // width)
+    found = native.block_squares(grad, width=width)
+    if found is not None:
+        return found
+    sums = grad.square().view(-1, width)
+    while sums.shape[1] > 1:
+        half = sums.shape[1] // 2
+        pairs = sums[:, 0 : 2 * half : 2] + sums[:, 1 : 2 * half : 2]
+        sums = torch.cat([pairs, sums[:, -1:]], dim=1) if sums.shape[1] % 2 else pairs
+    return sums.view(len(grad), grad.shape[1] // width)
 
 
 def mean_of_blocks(blocks: Tensor, *, dim: int) -> Tensor:

@@ -20,8 +20,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from rowmesh import native
 from rowmesh.nn.bags import Bags
-from rowmesh.nn.kernels import pool, run_starts
+from rowmesh.nn.kernels import pool, run_numbers, run_starts, stable_sort
 from rowmesh.runtime.requests import Request
 from rowmesh.runtime.stacks import StackLayout
 
@@ -49,6 +50,9 @@ class Sum:
 
     def kept(self, keep: Tensor) -> "Sum":
         """Only the terms marked in ``keep``."""
+        found = native.keep_terms(keep, self.positions, self.starts, self.weights)
+        if found is not None:
+            return Sum(*found)
         before = torch.zeros(len(keep) + 1, dtype=torch.int32, device=keep.device)
         torch.cumsum(keep, 0, dtype=torch.int32, out=before[1:])
         weights = None if self.weights is None else self.weights[keep]
@@ -95,10 +99,8 @@ def route_bags(layout: StackLayout, bags: Bags, *, training: bool) -> Route:
     Sum owners are told which copied rows a batch touches only if gradients will follow.
     """
     world, num_bags = len(layout.asked_slots), len(bags.lengths)
-    entry, slot = _slots(layout, bags)
     bases = _bases(layout, num_bags)  # of rows and bags by owner, then of copies, then the end
-    pooled = layout.is_pooled.index_select(0, bags.reader) if layout.has_pooled else None
-    keys = _keys(layout, bags, entry, slot, pooled, bases)
+    keys, slot = _places(layout, bags, bases)
     vector_keys, order, starts = _vectors(layout, bags, keys, first_copy=bases[-2])
     edges = [*bases[:-1], *(bases[-2] + b for b in layout.copy_bounds)]
     if layout.host_copies:
@@ -108,25 +110,20 @@ def route_bags(layout: StackLayout, bags: Bags, *, training: bool) -> Route:
     by_region, copy_cuts = cuts[: 2 * world + 1], cuts[2 * world + 1 : 3 * world + 2]
     vector_bounds = by_region[::2]
 
-    first = torch.zeros(len(keys), dtype=torch.int32, device=keys.device)
-    first[starts.long()] = 1
-    vector_of = torch.cumsum(first, 0, dtype=torch.int32).sub_(1)
-    inverse = torch.empty_like(vector_of).scatter_(0, order, vector_of)
     weights = bags.weights
-    if weights is not None and pooled is not None:
-        weights = torch.where(pooled, 1.0, weights)  # owners apply those of bags they pool
+    if weights is not None and layout.has_pooled:  # owners apply those of bags they pool
+        weights = torch.where(layout.is_pooled.index_select(0, bags.reader), 1.0, weights)
     bag_starts = (torch.cumsum(bags.lengths, 0) - bags.lengths).to(torch.int32)
-    forward = Sum(inverse, bag_starts, weights)
-    backward = Sum(bags.bag.index_select(0, order), starts, _select(weights, order))
+    forward = Sum(run_numbers(order, starts), bag_starts, weights)
+    terms = Sum(order, starts, None)  # of the gradients, as ids
     pooled_ids = None
-    if pooled is not None:
-        pooled_ids = slot.index_select(0, order)
-        if len(starts) < len(keys):  # else every bag has one id, and nothing is left out
-            is_first = first.bool()
-            pooled_ids = torch.where(is_first, pooled_ids, ~pooled_ids)
-            keep = is_first | ~pooled.index_select(0, order)
-            backward = backward.kept(keep)
-            forward = forward.kept(torch.empty_like(keep).scatter_(0, order, keep))
+    if slot is not None and len(starts) == len(keys):
+        pooled_ids = slot.index_select(0, order)  # every bag has one id, and nothing is left out
+    elif slot is not None:
+        pooled_ids, keep, keep_id = _mark_pooled(layout, bags, slot, order, starts)
+        terms, forward = terms.kept(keep), forward.kept(keep_id)
+    ids = terms.positions
+    backward = Sum(bags.bag.index_select(0, ids), terms.starts, _select(weights, ids))
     requests = _requests(
         layout,
         bases,
@@ -148,6 +145,54 @@ def route_bags(layout: StackLayout, bags: Bags, *, training: bool) -> Route:
         forward=forward,
         backward=backward,
     )
+
+
+def _places(layout: StackLayout, bags: Bags, bases: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+    """For every id its key and, where owners pool, its slot."""
+    wide = [n > _INT32 for n in (bases[-1], max(layout.asked_slots))]
+    dtype, slot_dtype = (torch.int64 if w else torch.int32 for w in wide)
+    found = native.make_keys(
+        bags.ids,
+        bags.reader,
+        bags.bag,
+        entries=(
+            *(layout.first_entry, layout.num_shards),
+            *(layout.owner, layout.slot0, layout.stride),
+        ),
+        flags=(
+            layout.is_copied if layout.copied else None,
+            layout.is_pooled if layout.has_pooled else None,
+        ),
+        shard_bits=layout.shard_bits,
+        bases=bases,
+        dtype=dtype,
+        slot_dtype=slot_dtype if layout.has_pooled else None,
+    )
+    if found is not None:
+        return found
+    entry, slot = _slots(layout, bags)
+    pooled = layout.is_pooled.index_select(0, bags.reader) if layout.has_pooled else None
+    keys = _keys(layout, bags, entry, slot, pooled, bases)
+    return keys, slot if layout.has_pooled else None
+
+
+def _mark_pooled(
+    layout: StackLayout, bags: Bags, slot: Tensor, order: Tensor, starts: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """For bags that owners pool: slots in sorted order, complemented unless first of a vector.
+
+    Then which ids the sums keep as terms, of such a bag only the first: in sorted order, and in
+    that of ids.
+    """
+    found = native.mark_pooled(order, starts, slot, bags.reader, layout.is_pooled)
+    if found is not None:
+        return found
+    is_first = torch.zeros(len(order), dtype=torch.bool, device=order.device)
+    is_first[starts.long()] = True
+    marked = slot.index_select(0, order)
+    marked = torch.where(is_first, marked, ~marked)
+    keep = is_first | ~layout.is_pooled.index_select(0, bags.reader).index_select(0, order)
+    return marked, keep, torch.empty_like(keep).scatter_(0, order.long(), keep)
 
 
 def _slots(layout: StackLayout, bags: Bags) -> tuple[Tensor, Tensor]:
@@ -197,7 +242,7 @@ def _vectors(
     layout: StackLayout, bags: Bags, keys: Tensor, *, first_copy: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The key of every vector, ascending; the ids in their order; where each vector's begin."""
-    keys, order = torch.sort(keys, stable=True)
+    keys, order = stable_sort(keys)
     if not len(layout.hot_keys):
         starts = _starts(layout, bags, keys, order, None)
         return keys.index_select(0, starts), order, starts
@@ -245,7 +290,8 @@ def _find_hot(layout: StackLayout, distinct: Tensor, num_bags: int) -> tuple[Ten
     keys = keys.to(distinct.dtype)
     few, many = (keys, distinct) if len(keys) < len(distinct) else (distinct, keys)
     if not len(few):
-        return few.long(), few.long()
+        none = torch.empty(0, dtype=torch.int64, device=few.device)
+        return none, none
     place = torch.searchsorted(many, few).clamp_(max=len(many) - 1)
     mine = (many.index_select(0, place) == few).nonzero().squeeze(1)
     place = place.index_select(0, mine)
@@ -266,6 +312,9 @@ def _move(
     vector_keys: Tensor, order: Tensor, starts: Tensor, place: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Vectors, and the ids of each, vector ``place[i]`` as the i-th."""
+    moved = native.move_runs(order, starts, place)
+    if moved is not None:
+        return vector_keys.index_select(0, place), *moved
     old = starts.index_select(0, place)
     lengths = torch.diff(starts, append=starts.new_tensor([len(order)])).index_select(0, place)
     new = torch.cumsum(lengths, 0, dtype=starts.dtype).sub_(lengths)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from rowmesh import native
 from rowmesh.lab import check_permitted
 from rowmesh.train.hardware import (
     ROOT,
@@ -62,6 +63,7 @@ def examine(root: Path = ROOT, *, trial_timeout_s: float = 60.0) -> Iterator[Fin
     yield from _check_backends()
     yield from (check_extra(package) for package in _EXTRAS)
     yield check_compiler()
+    yield check_kernels()
     yield check_lab()
     yield check_trial(timeout_s=trial_timeout_s)
 
@@ -93,6 +95,15 @@ def check_lab() -> Finding:
     reason = check_permitted()
     value, ok = ("yes", True) if reason is None else ("no", None)
     return Finding(name="emulated hosts", value=value, ok=ok, advice=reason or "for rowmesh lab")
+
+
+def check_kernels() -> Finding:
+    """Whether compiled kernels are used, or the torch paths: equal in results, slower."""
+    name, value = "compiled kernels", native.describe()
+    if native.is_available():
+        return Finding(name=name, value=value, ok=True)
+    advice = "same results, slower; a C compiler at pip install builds them (docs/kernels.md)"
+    return Finding(name=name, value=f"{value}: torch is used", ok=None, advice=advice)
 
 
 def can_train(findings: Sequence[Finding]) -> bool:

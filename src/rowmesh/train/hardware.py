@@ -184,7 +184,7 @@ def check_huge_pages(root: Path = ROOT) -> Finding:
 
 
 def check_compiler() -> Finding:
-    """A C compiler, which torch.compile needs; rowmesh itself does not."""
+    """A C compiler, which torch.compile needs; rowmesh uses one at installation, if it is there."""
     wanted = [os.environ.get("CC", ""), "cc", "gcc", "clang"]
     found = next((path for word in wanted if word and (path := shutil.which(word))), None)
     if found is None:
