@@ -112,6 +112,46 @@ def test_batches_may_be_left_out_and_loops_left() -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+def all_pooled(mesh: Mesh, case: Case) -> list[torch.Tensor]:
+    model, opt = build(mesh, case)
+    return train(mesh, model, opt, rm.Pipeline(model).batches(case.batches_of(mesh.rank)))
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_tables_that_owners_pool_have_their_ids_ahead(hosts: int) -> None:
+    """On two hosts of two ranks, sums are relayed."""
+    ranks = (0, 1) if hosts == 1 else (2, 3)
+    table = Table(rows=ROWS, dim=4, ranks=ranks[:hosts], by_host=hosts == 2, exchange="pooled")
+    ids = [[[[[step, 9]]], [[[5], [step, 1, 1]]]] * hosts for step in range(5)]
+    case = Case(
+        world=2 * hosts, hosts=hosts, collections=(Collection(tables=(table,)),), ids=ids, depth=3
+    )
+    found = run_on_ranks(case.world, all_pooled, case, hosts=hosts)
+    expected = run_on_ranks(case.world, all_pooled, replace(case, depth=1), hosts=hosts)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
+def begun_late(mesh: Mesh, case: Case) -> dict[str, torch.Tensor]:
+    """A loop of its own whose step comes after another pipeline has begun."""
+    model, opt = build(mesh, case)
+    batches = case.batches_of(mesh.rank)
+    found = model(batches[0])
+    source = iter(rm.Pipeline(model).batches(batches))
+    first = next(source)
+    mesh.mean(found).backward()
+    opt.step()
+    train(mesh, model, opt, [first])
+    train(mesh, model, opt, source)
+    return rm.full_state_dict(model)
+
+
+def test_rows_of_a_forward_that_was_not_begun_are_late_until_its_step() -> None:
+    found = run_on_ranks(2, begun_late, make_case(depth=2))[0]
+    expected = run_on_ranks(2, begun_late, make_case(depth=1))[0]
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def set_rows(mesh: Mesh, case: Case) -> dict[str, torch.Tensor]:
     model, opt = build(mesh, case)
     batches = iter(rm.Pipeline(model).batches(case.batches_of(mesh.rank)))

@@ -146,7 +146,6 @@ class ShardedEngine:
                 with phase("lookup"):
                     self._read_here(fetch)
                 fetches.hear_asked(fetch, messages)
-            self.look_ahead.mark(fetch)
         else:
             with phase("lookup"):
                 self._read_here(fetch)
@@ -180,12 +179,16 @@ class ShardedEngine:
     def _begin_ahead(self, features: Any, *, is_last: bool) -> Fetch:
         fetch = self._begin(features, is_last=is_last, is_ahead=True)
         self.look_ahead.begun.append(fetch)
-        work = functools.partial(self._run_ahead, fetch)
+        unmarked = [ticket for ticket in self.tickets if not ticket.is_marked]
+        work = functools.partial(self._run_ahead, fetch, unmarked)
         fetch.under_way = self.mesh.later(f"batches ahead of {self.path}", work)
         return fetch
 
-    def _run_ahead(self, fetch: Fetch) -> None:
-        """What a fetch needs before its forward, on a thread of its own."""
+    def _run_ahead(self, fetch: Fetch, unmarked: Sequence[Ticket]) -> None:
+        """What a fetch needs before its forward, on a thread of its own.
+
+        Forwards that were not begun ahead, and whose steps are not done, are ``unmarked``.
+        """
         fetches, phase = self.fetches, self.mesh.trace.phase
         with phase("ahead"), torch.no_grad():
             fetches.hear(fetch)
@@ -195,6 +198,9 @@ class ShardedEngine:
             fetches.hear_asked(fetch, fetches.ask(fetch))
             if self.replicas is not None:
                 self.replicas.wait()
+            for ticket in unmarked:
+                self.look_ahead.mark(ticket.number, ticket.asked)
+                ticket.is_marked = True
             self.look_ahead.send_early(fetch)
 
     def drop_ahead(self, *, for_good: bool = False) -> None:
@@ -228,7 +234,7 @@ class ShardedEngine:
 
     def _answer(self, fetch: Fetch) -> None:
         """Send and await all vectors that have not been sent ahead."""
-        if fetch.early:
+        if fetch.under_way is not None:  # else they are awaited since its ids were sent
             self.fetches.await_vectors(fetch)
         self.fetches.fetch_relayed(fetch)
         with self.mesh.trace.phase("lookup"):
@@ -252,6 +258,7 @@ class ShardedEngine:
                 routes=routes,
                 asked=fetch.asked,
                 relayed=fetch.relayed,
+                is_marked=fetch.under_way is not None,
             )
             self.tickets.append(ticket)
             vectors = Lookup.apply(self, ticket, self.anchor, *vectors)  # type: ignore[no-untyped-call]

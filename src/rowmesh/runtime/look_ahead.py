@@ -17,6 +17,7 @@ from rowmesh.comm.exchange import ChannelPool, Lane
 from rowmesh.comm.mesh import Mesh
 from rowmesh.errors import StepError
 from rowmesh.runtime.fetches import TRAINING, Early, Fetch, Fetches
+from rowmesh.runtime.requests import Request
 from rowmesh.runtime.tickets import Stack
 
 __all__ = ["LookAhead", "pack_bits", "unpack_bits"]
@@ -41,7 +42,13 @@ class LookAhead:
         self._path, self._mesh, self._stacks, self._fetches = path, mesh, stacks, fetches
         self._bits = pool.channel(f"look-ahead bits of {path}", Lane.CONTROL)
         self._rows = [pool.channel(f"early rows of {path}", Lane.ROWS) for _ in stacks]
-        self._marks: list[Tensor] | None = None
+        # Relays fetch rows for sums, and sums do not go ahead.
+        self._early = [
+            number
+            for number, stack in enumerate(stacks)
+            if number not in fetches.relays and not bool(stack.layout.is_pooled.all())
+        ]
+        self._marks: dict[int, Tensor] = {}
         self._finished = 0
         self.begun: list[Fetch] = []  # in the order of their forwards
         self.dropped: list[Fetch] = []  # begun, but their forwards will not take them
@@ -96,24 +103,27 @@ class LookAhead:
         """All forwards up to ``number`` have been stepped, or dropped."""
         self._finished = number
 
-    def mark(self, fetch: Fetch) -> None:
-        """Remember which rows the step of ``fetch`` will change; forwards come in order.
+    def mark(self, forward: int, asked: Sequence[Sequence[Request]]) -> None:
+        """Remember which rows the step of a forward will change; forwards come in order.
 
         Copies for the host are changed by steps of ranks that do not ask for them here: always
         late.
+
+        Args:
+            forward: Its number.
+            asked: ``[stack][source]``, what every rank asked of this one.
         """
-        if not fetch.status & TRAINING:
-            return
-        if self._marks is None:
-            self._marks = [
-                torch.zeros(len(s.home), dtype=torch.int32, device=s.home.device)
-                for s in self._stacks
-            ]
-        for stack, marks, requests in zip(self._stacks, self._marks, fetch.asked, strict=True):
-            if stack.layout.trainable:
-                for request in requests:
-                    marks.index_fill_(0, request.rows.long(), fetch.number)
-                stack.host_copies(self._mesh.rank, marks).fill_(_ALWAYS)
+        for number in self._early:
+            stack, marks = self._stacks[number], self._marks.get(number)
+            if not stack.layout.trainable:
+                continue
+            if marks is None:
+                home = stack.home
+                marks = torch.zeros(len(home), dtype=torch.int32, device=home.device)
+                self._marks[number] = marks
+            for request in asked[number]:
+                marks.index_fill_(0, request.rows.long(), forward)
+            stack.host_copies(self._mesh.rank, marks).fill_(_ALWAYS)
 
     def send_early(self, fetch: Fetch) -> None:
         """Send what can be sent now, take what others send; changes the routes to where it lies.
@@ -121,8 +131,9 @@ class LookAhead:
         Collective:
             All ranks, for the same forwards in one order, one thread each.
         """
-        late = {i: self._late(fetch, i) for i in range(len(self._stacks)) if self._is_early(i)}
-        self.mark(fetch)
+        late = {number: self._late(fetch, number) for number in self._early}
+        if fetch.status & TRAINING:
+            self.mark(fetch.number, fetch.asked)
         peers = self._mesh.peers()
         bits = {p: pack_bits([late[i][p] for i in late]) for p in peers}
         sizes = {p: [len(fetch.routes[i].requests[p].rows) for i in late] for p in peers}
@@ -139,17 +150,13 @@ class LookAhead:
         for k, i in enumerate(late):
             self._await_clean(fetch, i, late[i], {p: told[p][k] for p in peers})
 
-    def _is_early(self, number: int) -> bool:
-        """Whether rows of a stack go ahead; relays fetch rows for sums, which do not."""
-        return number not in self._fetches.relays
-
     def _late(self, fetch: Fetch, number: int) -> dict[int, Tensor]:
         """Of the rows that each peer asks for, which may change before its forward."""
         requests = {p: fetch.asked[number][p].rows for p in self._mesh.peers()}
         rows = torch.cat([*requests.values()])
         if number in fetch.late_stacks:
             late = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
-        elif self._marks is None or not self._stacks[number].layout.trainable:
+        elif number not in self._marks:
             late = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
         else:
             late = self._marks[number].index_select(0, rows) > self._finished

@@ -82,6 +82,7 @@ class Ticket:
         routes: One per stack.
         asked: ``[stack][source]``, what every rank asked of this one.
         relayed: By stack, what this rank fetched for others.
+        is_marked: Look-ahead knows its rows.
         is_sent: Its backward has run.
         home: Gradients of home rows; the thread that steps waits for them.
         copied: Gradients of copied rows; the communication thread waits for them.
@@ -94,6 +95,7 @@ class Ticket:
     routes: Sequence[Route]
     asked: list[Sequence[Request]]
     relayed: dict[int, Relayed]
+    is_marked: bool = False
     is_sent: bool = False
     home: Arrivals = field(default_factory=Arrivals)
     copied: Arrivals = field(default_factory=Arrivals)
