@@ -167,6 +167,156 @@ def test_rows_that_are_set_between_steps_are_read_by_batches_begun_before() -> N
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+def loops(mesh: Mesh, case: Case, name: str) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """Number of samples of every step, and the state, after one of the loops below."""
+    model, opt = build(mesh, case)
+    steps: list[int] = []
+
+    def step(batch: Any) -> None:
+        steps.extend(len(losses) for losses in train(mesh, model, opt, [batch]))
+
+    globals()[name](mesh, model, step, case.batches_of(mesh.rank))
+    ahead = sharded_engines(model)[0].look_ahead
+    assert len(ahead.begun) + len(ahead.again) == 0
+    return steps, rm.full_state_dict(model)
+
+
+def nested_in_a_loop_of_the_mesh(mesh: Mesh, model: Any, step: Any, batches: Any) -> None:
+    for _ in mesh.batches([0, 1, 2]):
+        for batch in rm.Pipeline(model).batches(batches[:3]):
+            step(batch)
+
+
+def nested_in_another_pipeline(mesh: Mesh, model: Any, step: Any, batches: Any) -> None:
+    for number, batch in enumerate(rm.Pipeline(model).batches(batches)):
+        step(batch)
+        if number in (1, 2):
+            for inner in rm.Pipeline(model).batches(batches[2:5]):
+                step(inner)
+
+
+def evaluation_inside(mesh: Mesh, model: Any, step: Any, batches: Any) -> None:
+    for batch in rm.Pipeline(model).batches(batches):
+        step(batch)
+        with torch.no_grad():
+            for other in rm.Pipeline(model).batches(batches[:3]):
+                model(other)
+
+
+def one_rank_has_run_out_and_a_batch_is_left_out(
+    mesh: Mesh, model: Any, step: Any, batches: Any
+) -> None:
+    mine = batches if mesh.rank else batches[:2]
+    for number, batch in enumerate(rm.Pipeline(model).batches(mine)):
+        if number != 4:
+            step(batch)
+
+
+def one_object_again_and_again(mesh: Mesh, model: Any, step: Any, batches: Any) -> None:
+    mine = batches if mesh.rank else batches[:1] * len(batches)
+    for number, batch in enumerate(rm.Pipeline(model).batches(mine)):
+        if number != 2:
+            step(batch)
+
+
+def taken_two_at_a_time(mesh: Mesh, model: Any, step: Any, batches: Any) -> None:
+    source = iter(rm.Pipeline(model).batches(batches))
+    for pair in zip(source, source, strict=False):
+        for batch in pair:
+            step(batch)
+
+
+def an_older_loop_is_closed(mesh: Mesh, model: Any, step: Any, batches: Any) -> None:
+    older = iter(rm.Pipeline(model).batches(batches))
+    step(next(older))
+    for number, batch in enumerate(rm.Pipeline(model).batches(batches)):
+        if number == 2:
+            older.close()
+        step(batch)
+
+
+def most_are_left_out(mesh: Mesh, model: Any, step: Any, batches: Any) -> None:
+    for number, batch in enumerate(rm.Pipeline(model).batches(batches * 10)):
+        with torch.no_grad():
+            model(batch)
+        assert len(sharded_engines(model)[0].look_ahead.begun) <= 16 + 3
+        if number > 56:
+            step(batch)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nested_in_a_loop_of_the_mesh",
+        "nested_in_another_pipeline",
+        "evaluation_inside",
+        "one_rank_has_run_out_and_a_batch_is_left_out",
+        "one_object_again_and_again",
+        "taken_two_at_a_time",
+        "an_older_loop_is_closed",
+        "most_are_left_out",
+    ],
+)
+def test_whatever_the_loop_bits_do_not_depend_on_the_depth(name: str) -> None:
+    expected = run_on_ranks(2, loops, make_case(depth=1), name)
+    for depth in (2, 3):
+        found = run_on_ranks(2, loops, make_case(depth=depth), name)
+        assert [steps for steps, _ in found] == [steps for steps, _ in expected]
+        for table, rows in expected[0][1].items():
+            assert torch.equal(found[0][1][table], rows)
+
+
+def sync_bytes(mesh: Mesh, case: Case) -> dict[str, Any]:
+    """Gradients cleared before the forward, while a sync may be under way."""
+    model, opt = build(mesh, case)
+    mesh.ledger.reset()
+    for batch in rm.Pipeline(model).batches(case.batches_of(mesh.rank)):
+        opt.zero_grad()
+        mesh.mean(model(batch)).backward()
+        opt.step()
+    opt.sync()
+    found = mesh.ledger.by_edge()
+    found.pop("look-ahead bits", None)
+    return found
+
+
+def test_every_batch_is_sent_once_also_around_a_sync() -> None:
+    case = make_case(steps=8, sync=("weights", 3, "sparse"))
+    tables = [replace(t, group=1, ranks=(0,), hot=()) for t in case.collections[0].tables]
+    case = replace(case, collections=(Collection(tables=tuple(tables)),))
+    expected = run_on_ranks(2, sync_bytes, replace(case, depth=1))
+    for depth in (2, 3):
+        assert run_on_ranks(2, sync_bytes, replace(case, depth=depth)) == expected
+
+
+def changes_ids(mesh: Mesh, case: Case) -> str:
+    model, _ = build(mesh, case)
+    source = iter(rm.Pipeline(model).batches(case.batches_of(mesh.rank)))
+    batch = next(source)
+    batch["features"].values().fill_(7)
+    with pytest.raises(StepError) as error:
+        model(batch)
+    return str(error.value)
+
+
+def test_ids_that_are_changed_after_they_were_sent_are_an_error() -> None:
+    for sentence in run_on_ranks(2, changes_ids, make_case()):
+        assert "were changed after their batch was begun ahead" in sentence
+
+
+def wrong_path(mesh: Mesh, case: Case) -> str:
+    model, _ = build(mesh, case)
+    pipeline = rm.Pipeline(model, features=lambda batch: {"x": batch["features"]})
+    with pytest.raises(InputError) as error:
+        next(iter(pipeline.batches(case.batches_of(mesh.rank))))
+    return str(error.value)
+
+
+def test_features_of_a_collection_that_is_not_there() -> None:
+    for sentence in run_on_ranks(2, wrong_path, make_case()):
+        assert "the model also has collections ['collections.0']" in sentence
+
+
 def bad_input(mesh: Mesh, case: Case) -> list[str]:
     model, opt = build(mesh, case)
     batches, said = case.batches_of(mesh.rank), []
@@ -242,6 +392,13 @@ def test_what_a_pipeline_refuses() -> None:
     model = rm.shard(Model(case), case.plan(), mesh)
     with pytest.raises(InputError, match="depth is 0, but must be from 1 to 8"):
         rm.Pipeline(model, depth=0)
+    for depth in ("2", 2.0, True):
+        with pytest.raises(InputError, match="must be a whole number from 1 to 8"):
+            rm.Pipeline(model, depth=depth)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="must be a function of a batch, got 3"):
+        rm.Pipeline(model, features=3)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="sync must be an rm.Sync"):
+        rm.make_plan(model, mesh.topology, sync="weights")  # type: ignore[arg-type]
     with pytest.raises(rm.PlanError, match="depth 9 must be from 1"):
         replace(case.plan(), depth=9).validate()
 

@@ -261,7 +261,10 @@ HOST_BOXES = {"copies": Copies.HOST, "split": Split(kind="boxes", rows="host")}
             plan(table("a", group=2, tiers=tier(0)), mesh=MeshShape(hosts=6, local=1, group=3)),
             "groups of 2 and of 3 ranks: .* each divide the next",
         ),
-        (plan(sync=Sync(period=0, mode="weights")), "sync period 0 must be at least 1"),
+        (
+            plan(sync=Sync(period=0, mode="weights")),
+            "sync period 0 must be a whole number of steps",
+        ),
         (plan(sync=Sync(period=2)), "gradients are synced every step.* period 2"),
         (plan(sync=Sync(form="dense")), "gradients are synced every step.* form 'dense'"),
         (plan(mesh=PAIRS), r"\[0, 1, 2, 3\] must be of its first shard group, which has 2 of 4"),
@@ -340,7 +343,10 @@ HOST_BOXES = {"copies": Copies.HOST, "split": Split(kind="boxes", rows="host")}
         (plan(codecs=coded("fp32", "bf 16")), "unknown codec 'bf 16'"),
         (plan(codecs=coded("int8(3)")), r"'int8\(3\)' .* threshold and topk take \(eta"),
         (plan(codecs=coded("topk")), "codec 'topk' on edge 'rows': threshold and topk take"),
-        (plan(sync=Sync(period=0)), "sync period 0 must be at least 1"),
+        (plan(sync=Sync(period=0)), "sync period 0 must be a whole number of steps"),
+        (plan(sync=Sync(period=1.5)), "sync period 1.5 must be a whole number of steps"),
+        (plan(sync=Sync(mode="weigths")), "did you mean 'weights'"),
+        (plan(sync=Sync(form="spars")), "did you mean 'sparse'"),
         (plan(dense=(5, 0)), r"buckets must not be empty, got \(5, 0\)"),
     ],
 )

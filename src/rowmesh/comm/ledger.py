@@ -1,5 +1,6 @@
 """Every payload byte a rank hands to the transport, by edge and link class."""
 
+import threading
 from collections import Counter
 
 from rowmesh.topology import Link, Topology
@@ -17,12 +18,14 @@ class Ledger:
         self._links = [topology.link(rank, peer) for peer in range(topology.world)]
         self._bytes: Counter[tuple[str, Link]] = Counter()
         self._messages: Counter[tuple[str, Link]] = Counter()
+        self._adding = threading.Lock()  # threads of sums, syncs and look-ahead record too
 
     def record(self, edge: str, peer: int, num_bytes: int) -> None:
         """Count one message to ``peer``; empty ones are not sent and not counted."""
         if num_bytes:
-            self._bytes[edge, self._links[peer]] += num_bytes
-            self._messages[edge, self._links[peer]] += 1
+            with self._adding:
+                self._bytes[edge, self._links[peer]] += num_bytes
+                self._messages[edge, self._links[peer]] += 1
 
     def by_edge(self) -> dict[str, dict[str, int]]:
         """``{edge: {link: bytes}}`` since the last reset."""

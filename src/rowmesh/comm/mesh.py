@@ -1,6 +1,7 @@
 """The mesh: the only file that makes process groups, and what a training loop needs of it."""
 
 import atexit
+import contextlib
 import os
 import pickle
 import signal
@@ -221,19 +222,25 @@ class Mesh:
             with self.trace.phase("data"):
                 following = next(iterator, None) if batch is not None else None
             last = batch if batch is not None else last
-            loop = _Loop(is_last=following is None)
-            self._loops.append(loop)  # loops may be nested, as for an evaluation
-            try:
+            with self.loop(is_last=following is None) as loop:
                 if batch is None and empty is None:
                     empty = empty_like(last)
                 yield batch if batch is not None else empty  # type: ignore[misc]
-            finally:
-                self._loops.remove(loop)
             if loop.all_last is None:  # no forward told the others
                 loop.all_last = int(self.total(int(following is not None))) == 0
             if loop.all_last:
                 return
             batch = following
+
+    @contextlib.contextmanager
+    def loop(self, *, is_last: bool) -> "Iterator[_Loop]":
+        """A batch of a loop, this rank's last or not; loops may be nested, as for an evaluation."""
+        loop = _Loop(is_last=is_last)
+        self._loops.append(loop)
+        try:
+            yield loop
+        finally:
+            self._loops.remove(loop)
 
     def no_batch(self) -> str:
         """What to say of a loader without a batch."""

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from rowmesh.errors import PlanError
+from rowmesh.errors import PlanError, did_you_mean
 from rowmesh.placement.columns import num_blocks
 from rowmesh.placement.plan import (
     PLAN_VERSION,
@@ -41,6 +41,7 @@ EDGES = (
     "checkpoint",
 )
 MAX_DEPTH = 8
+SYNC_MODES, SYNC_FORMS = ("gradients", "weights", "moments-first"), ("sparse", "dense")
 CODEC_NAMES = ("fp32", "fp16", "bf16", "int8", "threshold", "topk")
 _CODABLE = {"rows", "pooled", "backward", "hot gradients", "dense", "tower gradients"}
 _CODEC = re.compile(r"(\w+)(?:\((\d*\.?\d+(?:[eE][+-]?\d+)?(?:, *\d+)?)\))?")
@@ -99,8 +100,11 @@ def _check_groups(plan: Plan) -> None:
                 f"divide the next larger one"
             )
     sync = plan.sync
-    if sync.period < 1:
-        raise PlanError(f"sync period {sync.period} must be at least 1 step")
+    for what, word, known in (("mode", sync.mode, SYNC_MODES), ("form", sync.form, SYNC_FORMS)):
+        if word not in known:
+            raise PlanError(f"sync {what} {word!r} is unknown{did_you_mean(str(word), known)}")
+    if type(sync.period) is not int or sync.period < 1:
+        raise PlanError(f"sync period {sync.period!r} must be a whole number of steps, at least 1")
     if sync.mode == "gradients" and (sync.period > 1 or sync.form != "sparse"):
         raise PlanError(
             f"gradients are synced every step, of touched rows: period {sync.period} and form "

@@ -143,6 +143,8 @@ def plan_tables(
     names = [table.name for table in tables]
     if twice := sorted({n for n in names if names.count(n) > 1}):
         raise PlanError(f"tables planned more than once: {twice}")
+    if not isinstance(sync, Sync):
+        raise InputError(f"sync must be an rm.Sync, as rm.Sync(mode='weights'), got {sync!r}")
     constraints = constraints or Constraints()
     problem = Problem(
         tables=tuple(tables),

@@ -19,7 +19,7 @@ from rowmesh.nn.bags import Reader, as_features, check_ids, flatten
 from rowmesh.nn.collections import Piece
 from rowmesh.runtime.copies import CopyRider
 from rowmesh.runtime.fetches import BAD_INPUT, LAST_BATCH, TRAINING, Fetch, Fetches
-from rowmesh.runtime.look_ahead import LookAhead
+from rowmesh.runtime.look_ahead import LookAhead, version_of
 from rowmesh.runtime.lookup import Lookup
 from rowmesh.runtime.outputs import join_columns
 from rowmesh.runtime.relay import Relay
@@ -70,9 +70,9 @@ class ShardedEngine:
         self.drop_ahead()
         self.look_ahead.settle()
         self.fetches.end_sends()
-        again = self.look_ahead.again
+        before = self.look_ahead
         self._set_stacks(stacks)
-        self.look_ahead.again = again
+        self.look_ahead.again, self.look_ahead.current = before.again, before.current
 
     def _set_stacks(self, stacks: Sequence[Stack]) -> None:
         self.stacks = list(stacks)
@@ -130,10 +130,12 @@ class ShardedEngine:
         self._num_trained += torch.is_grad_enabled()
         phase, fetches = self.mesh.trace.phase, self.fetches
         training = torch.is_grad_enabled()
-        if training and self.look_ahead.begun and self._is_late():
-            raise self._late_error()
+        if training and self.look_ahead.begun:
+            self._check_used()
         fetch = self.look_ahead.take(features, training=training)
         if fetch is None:
+            if training:
+                self.drop_ahead()  # its step may change rows that have been sent for others
             fetch = self._begin(features, is_last=self.mesh.is_last_batch)
             with phase("counts"):
                 fetches.hear(fetch)
@@ -156,7 +158,7 @@ class ShardedEngine:
         with phase("pool"):
             return fetch.features, self._pool(fetch)
 
-    def begin_ahead(self, features: Any, *, is_last: bool) -> Fetch:
+    def begin_ahead(self, features: Any, *, is_last: bool, owner: object) -> Fetch:
         """Begin the fetch of a batch before its forward; that will be given the same ``features``.
 
         Rows that unfinished steps change follow after these, so the forward reads what it would
@@ -165,6 +167,7 @@ class ShardedEngine:
         Args:
             features: Of this rank.
             is_last: Whether it is this rank's last batch.
+            owner: Tells loops apart.
 
         Collective:
             All ranks, for the same batches in one order.
@@ -173,11 +176,17 @@ class ShardedEngine:
         ahead.settle()
         while ahead.again:
             old = ahead.again.pop(0)
-            self._begin_ahead(old.source, is_last=bool(old.status & LAST_BATCH))
-        return self._begin_ahead(features, is_last=is_last)
+            with torch.set_grad_enabled(old.is_training):
+                last = bool(old.status & LAST_BATCH)
+                new = self._begin_ahead(old.source, is_last=last, owner=old.owner)
+            if ahead.current is old:
+                ahead.current = new
+        return self._begin_ahead(features, is_last=is_last, owner=owner)
 
-    def _begin_ahead(self, features: Any, *, is_last: bool) -> Fetch:
+    def _begin_ahead(self, features: Any, *, is_last: bool, owner: object) -> Fetch:
         fetch = self._begin(features, is_last=is_last, is_ahead=True)
+        fetch.owner = owner
+        fetch.version = 0 if fetch.error is not None else version_of(features)
         self.look_ahead.begun.append(fetch)
         unmarked = [ticket for ticket in self.tickets if not ticket.is_marked]
         work = functools.partial(self._run_ahead, fetch, unmarked)
@@ -203,15 +212,21 @@ class ShardedEngine:
                 ticket.is_marked = True
             self.look_ahead.send_early(fetch)
 
-    def drop_ahead(self, *, for_good: bool = False) -> None:
+    def drop_ahead(self, *, owner: object = None) -> None:
         """Forget what was begun: rows have changed that no step changes.
 
-        It is begun again before other batches or by its forwards, which come if not ``for_good``.
+        It is begun again, before other batches or by its forwards; but not what a loop began, the
+        ``owner``, that has ended.
 
         Collective:
             All ranks, between steps.
         """
-        self.look_ahead.drop(for_good=for_good)
+        ahead = self.look_ahead
+        if owner is None:
+            ahead.drop(ahead.begun, for_good=False)
+        else:
+            ended = [f for f in (*ahead.begun, *ahead.again) if f.owner is owner]
+            ahead.drop(ended, for_good=True)
 
     def end_step(self) -> None:
         """Rows have their new values: send those that the next forward, begun ahead, waits for.
@@ -223,7 +238,8 @@ class ShardedEngine:
         opened = [t.number for t in self.tickets] + [f.number for f in begun]
         self.look_ahead.finish(min(opened, default=self._number + 1) - 1)
         if self.replicas is not None and self.replicas.is_under_way:
-            if any(f.is_answered or not f.late_stacks for f in begun):
+            before = [f for f in begun if f.num_syncs < self.replicas.num_syncs]
+            if any(f.is_answered or not f.late_stacks for f in before):
                 self.drop_ahead()  # a sync that was not foreseen, as of a step without a forward
             return
         if begun and not (self.tickets or self.relays or begun[0].is_answered):
@@ -276,8 +292,10 @@ class ShardedEngine:
         with self.mesh.trace.phase("route"):
             checked, routes, error = self._prepare(features, is_ahead=is_ahead)
         late: frozenset[int] = frozenset()
+        num_syncs = 0
         if is_ahead and self.replicas is not None:
             late = self.replicas.late_stacks(len(begun) + bool(self.tickets))
+            num_syncs = self.replicas.num_syncs
         fetch = Fetch(
             number=self._number,
             place=place,
@@ -288,6 +306,7 @@ class ShardedEngine:
             status=status | (BAD_INPUT if error else 0),
             is_ahead=is_ahead,
             late_stacks=late,
+            num_syncs=num_syncs,
         )
         if error is not None:
             key = f"{self.path}/{fetch.number}"
@@ -295,15 +314,13 @@ class ShardedEngine:
         self.fetches.tell(fetch)
         return fetch
 
-    def _is_late(self) -> bool:
-        """Whether gradients of an earlier backward wait for a step."""
-        return not self.is_accumulating and any(t.is_sent for t in self.tickets)
-
-    def _late_error(self) -> StepError:
-        return StepError(
-            "a training forward after backward: call opt.step() or opt.zero_grad() first, "
-            "or run the backwards that belong together inside opt.accumulate()"
-        )
+    def _check_used(self) -> None:
+        """Raise if gradients of an earlier backward wait for a step."""
+        if not self.is_accumulating and any(t.is_sent for t in self.tickets):
+            raise StepError(
+                "a training forward after backward: call opt.step() or opt.zero_grad() first, "
+                "or run the backwards that belong together inside opt.accumulate()"
+            )
 
     def _prepare(
         self, features: Any, *, is_ahead: bool
@@ -311,8 +328,8 @@ class ShardedEngine:
         """Check and route the batch; an error goes into the status word, not up."""
         training = torch.is_grad_enabled() and any(s.layout.trainable for s in self.stacks)
         try:
-            if training and not is_ahead and self._is_late():
-                raise self._late_error()
+            if training and not is_ahead:
+                self._check_used()
             features = as_features(features)
             routes = []
             for stack in self.stacks:
@@ -322,11 +339,8 @@ class ShardedEngine:
                 routes.append(route_bags(stack.layout, bags, training=training))
             return features, routes, None
         except RowmeshError as error:
-            return (
-                KeyedJaggedTensor([], torch.empty(0), lengths=torch.empty(0), stride=0),
-                [],
-                error,
-            )
+            nothing = KeyedJaggedTensor([], torch.empty(0), lengths=torch.empty(0), stride=0)
+            return nothing, [], error
 
     def _check(self, fetch: Fetch) -> None:
         """Raise what all ranks raise, if a batch of any is wrong; take note of its counts."""

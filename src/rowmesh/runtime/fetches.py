@@ -44,7 +44,7 @@ class Early:
     num_clean: Sequence[int]
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, eq=False)
 class Fetch:
     """One batch on its way.
 
@@ -56,6 +56,9 @@ class Fetch:
         routes: One per stack; none if there is an error.
         error: What is wrong with this rank's batch.
         status: This rank's status word.
+        owner: Whose loop it was begun for.
+        num_syncs: Of replicas, when it was begun.
+        version: Of its ids, likewise.
         is_ahead: It was begun before its forward, and that has not come yet.
         under_way: What another thread still does for it.
         counts: ``[W]`` status, samples and counts of every rank.
@@ -75,6 +78,9 @@ class Fetch:
     routes: list[Route]
     error: RowmeshError | None
     status: int
+    owner: object = None
+    num_syncs: int = 0
+    version: int = 0
     is_ahead: bool = False
     under_way: "Future[None] | None" = None
     hearing: tuple[Tensor, Handle] | None = None
@@ -87,6 +93,11 @@ class Fetch:
     arriving: list[Handle] = field(default_factory=list)
     is_answered: bool = False
     sent: list[tuple[str, int, int]] = field(default_factory=list)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether gradients will follow."""
+        return bool(self.status & TRAINING)
 
     def wait(self) -> None:
         """Return when another thread has done what it does ahead."""

@@ -20,9 +20,10 @@ from rowmesh.runtime.fetches import TRAINING, Early, Fetch, Fetches
 from rowmesh.runtime.requests import Request
 from rowmesh.runtime.tickets import Stack
 
-__all__ = ["LookAhead", "pack_bits", "unpack_bits"]
+__all__ = ["LookAhead", "pack_bits", "unpack_bits", "version_of"]
 
 _ALWAYS = torch.iinfo(torch.int32).max
+_MOST_PASSED = 16  # batches that a loop may take before it runs their forwards
 
 
 class LookAhead:
@@ -52,44 +53,73 @@ class LookAhead:
         self._finished = 0
         self.begun: list[Fetch] = []  # in the order of their forwards
         self.dropped: list[Fetch] = []  # begun, but their forwards will not take them
+        self.current: Fetch | None = None  # of the batch that the loop is at
         self.again: list[Fetch] = []  # of these, the ones whose forwards are still to come
         self.num_early = self.num_late = 0  # rows sent to others, since the engine was made
 
     def take(self, features: Any, *, training: bool) -> Fetch | None:
-        """The fetch that was begun for a forward with ``features``; those before it are dropped.
+        """The fetch that was begun for a forward with ``features``, if any was.
+
+        The batch that its loop is at comes first. Those before it in the same loop are forgotten;
+        what other loops began before it must be begun again, since its step may change their rows.
 
         Raises:
-            StepError: If other training forwards were begun, and this one was not.
+            StepError: If other training forwards were begun, and this one was not; or its ids have
+                been changed since.
         """
-        for place, fetch in enumerate(self.begun):
-            if fetch.source is features and bool(fetch.status & TRAINING) == training:
-                self.dropped += self.begun[:place]
-                del self.begun[: place + 1]
-                with self._mesh.trace.phase("await ahead"):
-                    fetch.wait()
-                self._fetches.land(fetch)
-                return fetch
-        for place, fetch in enumerate(self.again):
-            if fetch.source is features and not self.begun:
-                del self.again[: place + 1]
-                return None
-        if self.begun and training:
+        fetch = self._find(self.begun, features, training)
+        known = fetch or self._find(self.again, features, training)
+        if known is None:
+            if training and any(f.is_training for f in (*self.begun, *self.again)):
+                raise StepError(
+                    f"a training forward of {self._path!r} with other features than those that "
+                    f"were begun ahead: give rm.Pipeline features=, which names them in a batch"
+                )
+            return None
+        earlier = [f for f in (*self.begun, *self.again) if f.number < known.number]
+        self.drop([f for f in earlier if f.owner is known.owner], for_good=True)
+        self.again = [f for f in self.again if f is not known]
+        if fetch is None:
+            return None
+        if training:
+            self.drop([f for f in earlier if f.owner is not known.owner], for_good=False)
+        self.begun.remove(fetch)
+        with self._mesh.trace.phase("await ahead"):
+            fetch.wait()
+        self._fetches.land(fetch)
+        if fetch.error is None and version_of(features) != fetch.version:
             raise StepError(
-                f"a training forward of {self._path!r} with other features than those that were "
-                f"begun ahead: give rm.Pipeline features=, which names them in a batch"
+                f"ids of {self._path!r} were changed after their batch was begun ahead: change "
+                f"them before the loop gives them, or set the depth to 1"
             )
-        return None
+        return fetch
 
-    def drop(self, *, for_good: bool) -> None:
+    def _find(self, fetches: Sequence[Fetch], features: Any, training: bool) -> Fetch | None:
+        fits = [f for f in fetches if f.source is features and f.is_training == training]
+        return self.current if self.current in fits else next(iter(fits), None)
+
+    def give(self, fetch: Fetch) -> None:
+        """The loop is at the batch of ``fetch``; of those it has passed a few may still be used."""
+        self.current = fetch
+        passed = [f for f in (*self.begun, *self.again) if f.owner is fetch.owner]
+        passed = sorted((f for f in passed if f.number < fetch.number), key=lambda f: f.number)
+        self.drop(passed[: max(0, len(passed) - _MOST_PASSED)], for_good=True)
+
+    def drop(self, fetches: Sequence[Fetch], *, for_good: bool) -> None:
         """Forget what was begun; its messages are waited for by `settle`.
 
         Args:
+            fetches: Which; others than those begun are left alone.
             for_good: Forwards with these features will not come. Otherwise they must be begun
                 ``again`` before any that come after them.
         """
-        self.dropped += self.begun
-        self.again = [] if for_good else [*self.again, *self.begun]
-        self.begun.clear()
+        chosen = [f for f in self.begun if f in fetches]
+        self.dropped += chosen
+        self.begun = [f for f in self.begun if f not in chosen]
+        if for_good:
+            self.again = [f for f in self.again if f not in fetches]
+        else:
+            self.again = sorted([*self.again, *chosen], key=lambda f: f.number)
 
     def settle(self) -> None:
         """Wait for messages of dropped fetches."""
@@ -206,6 +236,12 @@ class LookAhead:
         fetch.routes[number] = replace(route, forward=replace(route.forward, positions=moved))
         masks = [late.get(rank) for rank in range(world)]
         fetch.early[number] = Early(late=masks, num_clean=num_clean)
+
+
+def version_of(features: Any) -> int:
+    """Changes whenever ids are changed in place."""
+    values = features.values()
+    return 0 if values.is_inference() else int(values._version)
 
 
 def pack_bits(parts: Sequence[Tensor]) -> Tensor:

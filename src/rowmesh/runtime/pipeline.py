@@ -13,7 +13,7 @@ from rowmesh.features import empty_like
 from rowmesh.placement import Plan
 from rowmesh.placement.rules import MAX_DEPTH
 from rowmesh.runtime.embeddings import ShardedEngine, sharded_engines
-from rowmesh.runtime.fetches import Fetch
+from rowmesh.runtime.fetches import LAST_BATCH, Fetch
 
 __all__ = ["Pipeline"]
 
@@ -55,7 +55,11 @@ class Pipeline:
         if not isinstance(plan, Plan):
             raise InputError("rm.Pipeline takes a sharded model: call rm.shard(model, plan, mesh)")
         self.depth = plan.depth if depth is None else depth
+        if type(self.depth) is not int:
+            raise InputError(f"depth must be a whole number from 1 to {MAX_DEPTH}, got {depth!r}")
         check_range("depth", self.depth, 1, MAX_DEPTH)
+        if features is not None and not callable(features):
+            raise InputError(f"features must be a function of a batch, got {features!r}")
         self._features = features or _features_of
         self._engines: list[ShardedEngine] = sharded_engines(model)
         self._mesh: Mesh | None = self._engines[0].mesh if self._engines else None
@@ -83,33 +87,56 @@ class Pipeline:
             batch = next(iterator, None)
         if batch is None and empty is None:
             raise InputError(mesh.no_batch())
+        last = batch
         begun: deque[tuple[T, list[Fetch]]] = deque()
+        owner = object()
         try:
             while True:
                 while len(begun) < self.depth and not (begun and _ends(begun[-1][1])):
                     with mesh.trace.phase("data"):
                         following = next(iterator, None) if batch is not None else None
-                    if batch is None and empty is None:
-                        empty = empty_like(begun[-1][0])
-                    given: T = batch if batch is not None else empty  # type: ignore[assignment]
-                    begun.append((given, self._begin(given, is_last=following is None)))
-                    batch = following
+                    if batch is None:  # an object of its own each time: fetches go by it
+                        batch = _nothing(last, empty)
+                    begun.append((batch, self._begin(batch, following is None, owner)))
+                    last, batch = batch, following
                 given, fetches = begun.popleft()
-                yield given
+                for engine, fetch in zip(self._engines, fetches, strict=True):
+                    engine.look_ahead.give(fetch)
+                with mesh.loop(is_last=bool(fetches[0].status & LAST_BATCH)):
+                    yield given
                 if fetches[0].is_last:
                     return
         finally:
             for engine in self._engines:
-                engine.drop_ahead(for_good=True)
+                engine.drop_ahead(owner=owner)
 
-    def _begin(self, batch: Any, *, is_last: bool) -> list[Fetch]:
+    def _begin(self, batch: Any, is_last: bool, owner: object) -> list[Fetch]:
         found = self._features(batch)
+        if isinstance(found, Mapping):
+            missing = [engine.path for engine in self._engines if engine.path not in found]
+            if missing:
+                raise InputError(
+                    f"features= gave those of {sorted(map(str, found))}, but the model also has "
+                    f"collections {missing}: give each by its path"
+                )
         return [
             engine.begin_ahead(
-                found[engine.path] if isinstance(found, Mapping) else found, is_last=is_last
+                found[engine.path] if isinstance(found, Mapping) else found,
+                is_last=is_last,
+                owner=owner,
             )
             for engine in self._engines
         ]
+
+
+def _nothing(last: Any, empty: Any) -> Any:
+    """A batch without samples like these."""
+    try:
+        return empty_like(last if empty is None else empty)
+    except InputError:  # of a type that is not known
+        if empty is None:
+            raise
+        return empty
 
 
 def _ends(fetches: list[Fetch]) -> bool:

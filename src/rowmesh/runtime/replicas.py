@@ -48,6 +48,7 @@ class Replicas:
         ]
         self._touched = {i: Touched(self._tensors(i)) for i in apart} if self._averages else {}
         self._num_steps = 0  # since the last sync
+        self.num_syncs = 0
         self._under_way: Future[None] | None = None
 
     @property
@@ -149,6 +150,7 @@ class Replicas:
         self._num_steps += 1
         if self._num_steps >= self._sync.period:
             self._num_steps = 0
+            self.num_syncs += 1
             owner = f"replicas of {self._engine.path}"
             self._under_way = self._engine.mesh.later(owner, torch.no_grad()(self._average))
 

@@ -119,5 +119,9 @@ class Together(Protocol):
     def is_under_way(self) -> bool:
         """Whether rows are being changed."""
 
+    @property
+    def num_syncs(self) -> int:
+        """How many times rows became alike."""
+
     def late_stacks(self, num_steps: int) -> frozenset[int]:
         """Stacks whose rows other groups change before so many more steps are done."""
