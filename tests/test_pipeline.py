@@ -167,105 +167,6 @@ def test_rows_that_are_set_between_steps_are_read_by_batches_begun_before() -> N
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def loops(mesh: Mesh, case: Case, name: str) -> tuple[list[int], dict[str, torch.Tensor]]:
-    """Number of samples of every step, and the state, after one of the loops below."""
-    model, opt = build(mesh, case)
-    steps: list[int] = []
-
-    def step(batch: Any) -> None:
-        steps.extend(len(losses) for losses in train(mesh, model, opt, [batch]))
-
-    globals()[name](mesh, model, step, case.batches_of(mesh.rank))
-    ahead = sharded_engines(model)[0].look_ahead
-    assert len(ahead.begun) + len(ahead.again) == 0
-    return steps, rm.full_state_dict(model)
-
-
-def nested_in_a_loop_of_the_mesh(mesh: Mesh, model: Any, step: Any, batches: Any) -> None:
-    for _ in mesh.batches([0, 1, 2]):
-        for batch in rm.Pipeline(model).batches(batches[:3]):
-            step(batch)
-
-
-def nested_in_another_pipeline(mesh: Mesh, model: Any, step: Any, batches: Any) -> None:
-    for number, batch in enumerate(rm.Pipeline(model).batches(batches)):
-        step(batch)
-        if number in (1, 2):
-            for inner in rm.Pipeline(model).batches(batches[2:5]):
-                step(inner)
-
-
-def evaluation_inside(mesh: Mesh, model: Any, step: Any, batches: Any) -> None:
-    for batch in rm.Pipeline(model).batches(batches):
-        step(batch)
-        with torch.no_grad():
-            for other in rm.Pipeline(model).batches(batches[:3]):
-                model(other)
-
-
-def one_rank_has_run_out_and_a_batch_is_left_out(
-    mesh: Mesh, model: Any, step: Any, batches: Any
-) -> None:
-    mine = batches if mesh.rank else batches[:2]
-    for number, batch in enumerate(rm.Pipeline(model).batches(mine)):
-        if number != 4:
-            step(batch)
-
-
-def one_object_again_and_again(mesh: Mesh, model: Any, step: Any, batches: Any) -> None:
-    mine = batches if mesh.rank else batches[:1] * len(batches)
-    for number, batch in enumerate(rm.Pipeline(model).batches(mine)):
-        if number != 2:
-            step(batch)
-
-
-def taken_two_at_a_time(mesh: Mesh, model: Any, step: Any, batches: Any) -> None:
-    source = iter(rm.Pipeline(model).batches(batches))
-    for pair in zip(source, source, strict=False):
-        for batch in pair:
-            step(batch)
-
-
-def an_older_loop_is_closed(mesh: Mesh, model: Any, step: Any, batches: Any) -> None:
-    older = iter(rm.Pipeline(model).batches(batches))
-    step(next(older))
-    for number, batch in enumerate(rm.Pipeline(model).batches(batches)):
-        if number == 2:
-            older.close()
-        step(batch)
-
-
-def most_are_left_out(mesh: Mesh, model: Any, step: Any, batches: Any) -> None:
-    for number, batch in enumerate(rm.Pipeline(model).batches(batches * 10)):
-        with torch.no_grad():
-            model(batch)
-        assert len(sharded_engines(model)[0].look_ahead.begun) <= 16 + 3
-        if number > 56:
-            step(batch)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "nested_in_a_loop_of_the_mesh",
-        "nested_in_another_pipeline",
-        "evaluation_inside",
-        "one_rank_has_run_out_and_a_batch_is_left_out",
-        "one_object_again_and_again",
-        "taken_two_at_a_time",
-        "an_older_loop_is_closed",
-        "most_are_left_out",
-    ],
-)
-def test_whatever_the_loop_bits_do_not_depend_on_the_depth(name: str) -> None:
-    expected = run_on_ranks(2, loops, make_case(depth=1), name)
-    for depth in (2, 3):
-        found = run_on_ranks(2, loops, make_case(depth=depth), name)
-        assert [steps for steps, _ in found] == [steps for steps, _ in expected]
-        for table, rows in expected[0][1].items():
-            assert torch.equal(found[0][1][table], rows)
-
-
 def sync_bytes(mesh: Mesh, case: Case) -> dict[str, Any]:
     """Gradients cleared before the forward, while a sync may be under way."""
     model, opt = build(mesh, case)
@@ -397,8 +298,10 @@ def test_what_a_pipeline_refuses() -> None:
             rm.Pipeline(model, depth=depth)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="must be a function of a batch, got 3"):
         rm.Pipeline(model, features=3)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="sync must be an rm.Sync"):
-        rm.make_plan(model, mesh.topology, sync="weights")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"sync must be an rm\.Sync"):
+        rm.make_plan(Model(case), mesh.topology, sync="weights")  # type: ignore[arg-type]
+    with pytest.raises(rm.PlanError, match=r"sync period 1\.5 must be a whole number"):
+        replace(case.plan(), sync=rm.Sync(period=1.5)).validate()  # type: ignore[arg-type]
     with pytest.raises(rm.PlanError, match="depth 9 must be from 1"):
         replace(case.plan(), depth=9).validate()
 

@@ -344,7 +344,6 @@ HOST_BOXES = {"copies": Copies.HOST, "split": Split(kind="boxes", rows="host")}
         (plan(codecs=coded("int8(3)")), r"'int8\(3\)' .* threshold and topk take \(eta"),
         (plan(codecs=coded("topk")), "codec 'topk' on edge 'rows': threshold and topk take"),
         (plan(sync=Sync(period=0)), "sync period 0 must be a whole number of steps"),
-        (plan(sync=Sync(period=1.5)), "sync period 1.5 must be a whole number of steps"),
         (plan(sync=Sync(mode="weigths")), "did you mean 'weights'"),
         (plan(sync=Sync(form="spars")), "did you mean 'sparse'"),
         (plan(dense=(5, 0)), r"buckets must not be empty, got \(5, 0\)"),
