@@ -88,6 +88,7 @@ class LookAhead:
             fetch.wait()
         self._fetches.land(fetch)
         if fetch.error is None and version_of(features) != fetch.version:
+            self.dropped.append(fetch)
             raise StepError(
                 f"ids of {self._path!r} were changed after their batch was begun ahead: change "
                 f"them before the loop gives them, or set the depth to 1"
