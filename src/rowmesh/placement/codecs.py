@@ -46,16 +46,13 @@ def parse_codecs(text: str) -> tuple[Codec, ...]:
     for item in text.split(","):
         key, has_key, name = (part.strip() for part in item.rpartition("="))
         if name not in WIRE_CODECS:
-            known = ", ".join(WIRE_CODECS)
+            hint = did_you_mean(name, WIRE_CODECS)
             raise InputError(
-                f"codecs {text!r}: unknown codec {name!r}{did_you_mean(name, WIRE_CODECS)}; known "
-                f"are {known}, for all edges or as in forward=fp16,backward=bf16"
+                f"codecs {text!r}: unknown codec {name!r}{hint} (one for all edges, or pairs as in "
+                f"forward=fp16,backward=bf16)"
             )
         if has_key and key not in _GROUPS:
-            raise InputError(
-                f"codecs {text!r}: unknown edge {key!r}{did_you_mean(key, _GROUPS)}; known are "
-                f"{', '.join(_GROUPS)}"
-            )
+            raise InputError(f"codecs {text!r}: unknown edge {key!r}{did_you_mean(key, _GROUPS)}")
         chosen |= dict.fromkeys(_GROUPS[key] if has_key else _EDGES, name)
     named = [(edge, chosen.get(edge, "fp32")) for edge in _EDGES]
     return tuple(Codec(edge=edge, stack=(name,)) for edge, name in named if name != "fp32")

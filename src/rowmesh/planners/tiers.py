@@ -39,6 +39,7 @@ from rowmesh.placement import (
     Tier,
     hot_ids,
 )
+from rowmesh.placement.codecs import wire_form
 from rowmesh.placement.memory import RULE_STATES, RuleState, bytes_per_rank
 from rowmesh.planners.order import RowOrder, state_bytes
 from rowmesh.planners.per_host import RowTiers, Sums, has_peers, may_have_copies
@@ -197,7 +198,9 @@ class HotRows:
         sizes = (*sizes[:-1], (sizes[-1] if sizes else 0) + lines)
         time = step_time(
             total,
-            expect_dense(sum(sizes), topology=plan.mesh.topology, tree=plan.tree),
+            expect_dense(
+                sum(sizes), topology=plan.mesh.topology, tree=plan.tree, form=wire_form(plan)
+            ),
             topology=plan.mesh.topology,
             rates=self._rates,
             cost=self._cost,
@@ -208,6 +211,7 @@ class HotRows:
 
     def _load(self, plan: Plan, table: TablePlan, count: int, sums: Sums) -> tuple[Load, Load]:
         topology, accesses = plan.mesh.topology, self._stats.tables[table.name]
+        form = wire_form(plan)
         total, groups, rates = no_load(topology.world), plan.groups(table), self._rates
         if count:
             hot, accesses = accesses.part(count)
@@ -220,6 +224,7 @@ class HotRows:
                 rates=rates,
                 tree=plan.tree,
                 groups=groups,
+                form=form,
             )
         total += expect_table(
             table,
@@ -230,6 +235,7 @@ class HotRows:
             tree=plan.tree,
             groups=groups,
             steps_apart=plan.sync.mode != "gradients",
+            form=form,
         )
         sync = expect_table_sync(
             table,
