@@ -12,10 +12,10 @@ __all__ = ["Vector", "chunk_on", "vector_on"]
 # (benchmarks/bench_codecs.py). "scaled" is fp16 of gradients.
 _SECONDS: Final = {
     "fp32": (0.0, 0.0),
-    "fp16": (4e-10, 4e-10),
-    "scaled": (3.5e-9, 1e-9),
-    "bf16": (4.5e-10, 4e-10),
-    "int8": (3.6e-9, 8e-10),
+    "fp16": (2e-10, 2e-10),
+    "scaled": (1.4e-9, 6e-10),
+    "bf16": (2.2e-10, 2e-10),
+    "int8": (1.5e-9, 6e-10),
 }
 
 
