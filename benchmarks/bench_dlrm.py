@@ -37,6 +37,7 @@ from rowmesh.cost import load_calibration
 from rowmesh.data.synthetic import SyntheticClicks
 from rowmesh.models.layers import seed_dense
 from rowmesh.placement import load_plan
+from rowmesh.placement.codecs import parse_codecs
 from rowmesh.storage import keep_freed_memory
 from rowmesh.trace.table import format_summary
 
@@ -106,7 +107,8 @@ def build(args: argparse.Namespace, mesh: rm.Mesh) -> Job:
     layers = [*model.dense_arch.named_parameters(), *model.over_arch.named_parameters()]
     seed_dense(layers, args.seed)
     started = time.perf_counter()
-    plan = replace(choose_plan(args, model, mesh, clicks), depth=args.depth)
+    plan = choose_plan(args, model, mesh, clicks)
+    plan = replace(plan, depth=args.depth, codecs=parse_codecs(args.codecs) or plan.codecs)
     plan_s = time.perf_counter() - started
     if mesh.rank == 0 and args.show_plan:
         print(plan, flush=True)
@@ -205,6 +207,9 @@ def parse_args() -> argparse.Namespace:
     p.add_argument("--exchange", default="auto", choices=["auto", "rows", "pooled"])
     p.add_argument(
         "--depth", type=int, default=2, help="batches begun at a time; 1 looks not ahead"
+    )
+    p.add_argument(
+        "--codecs", default="fp32", help="fp16, bf16, int8, or as in forward=fp16,backward=bf16"
     )
     p.add_argument("--no-dedup", action="store_true", help="ask for every id, not every distinct")
     p.add_argument(

@@ -28,6 +28,7 @@ from rowmesh.placement import (
     Tier,
     make_hot_set,
 )
+from rowmesh.placement.codecs import parse_codecs
 from rowmesh.placement.columns import num_blocks
 from rowmesh.placement.dense import bucket_elements
 from rowmesh.runtime.embeddings import sharded_engines
@@ -107,6 +108,7 @@ class Case:
     layout: str = "contiguous"
     sync: tuple[str, int, str] = ("gradients", 1, "sparse")
     depth: int = 1
+    codecs: str = "fp32"
 
     @property
     def num_features(self) -> int:
@@ -180,6 +182,7 @@ class Case:
             tree=self.tree,
             sync=Sync(mode=self.sync[0], period=self.sync[1], form=self.sync[2]),
             depth=self.depth,
+            codecs=parse_codecs(self.codecs),
         ).validate()
 
     def batch(self, step: int, rank: int) -> dict[str, Any]:

@@ -271,9 +271,10 @@ def hot_rows_taken_for_cold_ones(mesh: Mesh) -> Patch:
 def one_ranks_hot_gradients_left_out(mesh: Mesh) -> Patch:
     original = copies.CopyRider.pack
 
-    def pack(self: Any, out: torch.Tensor) -> None:
-        original(self, out)
+    def pack(self: Any, out: torch.Tensor, flags: torch.Tensor) -> None:
+        original(self, out, flags)
         out.zero_()
+        flags.zero_()
 
     return mock.patch.object(copies.CopyRider, "pack", pack if mesh.rank == 1 else original)
 

@@ -23,7 +23,7 @@ from rowmesh.placement import Plan, load_plan, save_plan
 from rowmesh.placement.diff import diff_plans
 from rowmesh.placement.document import plan_to_json
 from rowmesh.placement.text import render_why
-from rowmesh.planners import parse_sync, plan_tables
+from rowmesh.planners import parse_allow, parse_sync, plan_tables
 from rowmesh.topology import Topology
 from rowmesh.train.config import RunConfig
 from rowmesh.train.machine import measure_memory
@@ -134,6 +134,17 @@ def plan_command(
             "recipe's."
         ),
     ] = None,
+    codecs: Annotated[
+        str | None,
+        typer.Option(
+            help="How vectors and gradients travel: fp32, or lossy fp16, bf16, int8, or as in "
+            "forward=fp16,backward=bf16,dense=bf16; default the recipe's."
+        ),
+    ] = None,
+    allow: Annotated[
+        str | None,
+        typer.Option(help="exact, or lossy: codecs where they pay; default the recipe's."),
+    ] = None,
     profile: Annotated[
         Path | None,
         typer.Option(help="Accesses that rowmesh profile counted; else ids are assumed Zipf."),
@@ -169,6 +180,8 @@ def plan_command(
             layout=layout,
             sync=sync,
             depth=depth,
+            codecs=codecs,
+            allow=allow,
             calibration=None if calibration is None else str(calibration),
             topology=topology,
         )
@@ -196,6 +209,8 @@ def plan_command(
                 layout=chosen.layout,
                 sync=parse_sync(chosen.sync),
                 depth=chosen.depth,
+                codecs=chosen.codecs,
+                allow_lossy=parse_allow(chosen.allow),
                 on_progress=on_progress,
             )
         if out is not None:

@@ -9,7 +9,14 @@ from typing import Any, Final
 
 from rowmesh.errors import InputError, did_you_mean
 from rowmesh.placement import TablePlan
-from rowmesh.planners import Constraints, blank_table, blank_tables, parse_constraints, parse_tiers
+from rowmesh.planners import (
+    Constraints,
+    blank_table,
+    blank_tables,
+    parse_allow,
+    parse_constraints,
+    parse_tiers,
+)
 from rowmesh.stats import Stats
 from rowmesh.tables import EmbeddingBagConfig, EmbeddingConfig, TableConfig, parse_dtype
 from rowmesh.topology import Topology
@@ -36,7 +43,7 @@ class Knowledge:
     Args:
         tiers: Hot rows: off, auto, or hot:K; None for the recipe's.
         profile: A file of `rowmesh profile`; None for the recipe's.
-        groups, layout, sync, depth: As of a `PlanConfig`; None for the recipe's.
+        groups, layout, sync, depth, codecs, allow: As of a `PlanConfig`; None for the recipe's.
         calibration: A topology.json of `rowmesh calibrate`; None for the recipe's.
         topology: Whose rank 0 the batches are of.
     """
@@ -47,12 +54,14 @@ class Knowledge:
     layout: str | None = None
     sync: str | None = None
     depth: str | None = None
+    codecs: str | None = None
+    allow: str | None = None
     calibration: str | None = None
     topology: Topology = field(default_factory=Topology)
 
     def within(self, settings: PlanConfig) -> PlanConfig:
         """A recipe's settings with what is given here."""
-        names = ("tiers", "profile", "groups", "layout", "sync", "depth")
+        names = ("tiers", "profile", "groups", "layout", "sync", "depth", "codecs", "allow")
         given = {name: getattr(self, name) for name in names} | {"topology": self.calibration}
         return dataclasses.replace(settings, **{k: v for k, v in given.items() if v is not None})
 
@@ -65,7 +74,7 @@ class Workload:
     """Tables not yet placed, what a batch asks of them, and what goes with them.
 
     ``dense`` holds the elements of each dense gradient bucket. ``work`` is the flops and parameters
-    of the dense layers, counted where hot rows or groups depend on it and there is a model.
+    of the dense layers, counted where hot rows, groups or codecs depend on it and there is a model.
     ``settings`` and ``sparse``, the update rule, are a recipe's.
     """
 
@@ -84,7 +93,8 @@ def workload_of_run(config: RunConfig, *, knowledge: Knowledge = _ASSUMED) -> Wo
     tables, dense = blank_tables(model)
     settings = knowledge.within(config.plan)
     has_hot_rows = parse_tiers(settings.tiers) != 0
-    depends = has_hot_rows or (settings.groups == "auto" and settings.topology is not None)
+    is_timed = settings.groups == "auto" or parse_allow(settings.allow)
+    depends = has_hot_rows or (is_timed and settings.topology is not None)
     if settings.profile is None and not has_hot_rows:
         stats = assume_stats(model, config.data)
     else:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rowmesh.comm.codecs import Message
 from rowmesh.comm.ledger import Ledger
 from rowmesh.comm.status import Bulletin
 from rowmesh.errors import PeerError, RowmeshError
@@ -40,8 +41,8 @@ class Lane(StrEnum):
     GRADS = "grads"
 
 
-Parcel = tuple[int, Tensor]
-"""A peer, and the tensor that goes to it or comes from it."""
+Parcel = tuple[int, Tensor | Message]
+"""A peer, and what goes to it or comes from it: a tensor as it is, or a message with codecs."""
 
 
 class Wire:
@@ -147,8 +148,9 @@ class Channel:
 
         Args:
             sequence: Number of this use, the same on all ranks.
-            sends: Contiguous tensors that must not change until the handle is waited for.
-            receives: Contiguous tensors to fill.
+            sends: Contiguous tensors that must not change until the handle is waited for; what
+                messages were made of may.
+            receives: Contiguous tensors to fill, and messages, which fill theirs in the wait.
             edge: The ledger's edge, or None if the caller records the bytes itself.
 
         Collective:
@@ -156,8 +158,10 @@ class Channel:
         """
         wire = self.wire
         tag = (sequence % _SEQUENCES) * _CHANNELS + self.number
-        parcels = [(p, t, True) for p, t in receives if t.numel()]
-        parcels += [(p, t, False) for p, t in sends if t.numel()]
+        receives = list(receives)
+        parcels = [(p, t if isinstance(t, Tensor) else t.received(), True) for p, t in receives]
+        parcels += [(p, t if isinstance(t, Tensor) else t.sent(), False) for p, t in sends]
+        parcels = [parcel for parcel in parcels if parcel[1].numel()]
         if not parcels:
             return Handle(self, sequence, [], [], [])
         group = wire.lanes[self.lane]
@@ -183,6 +187,7 @@ class Channel:
                 assert work is not None
                 works.append((peer, work))
         handle = Handle(self, sequence, works, headers, [t for _, t, _ in parcels], flight)
+        handle.messages = [t for _, t in receives if isinstance(t, Message)]
         # On CUDA a wait belongs to its thread's stream: the handle's own gives an upper bound.
         if flight is not None and parcels[0][1].device.type == "cpu":
             wire.watch(handle)
@@ -242,11 +247,12 @@ class Handle:
     ) -> None:
         self._channel, self._sequence, self._flight = channel, sequence, flight
         self.watcher: Future[None] | None = None
+        self.messages: list[Message] = []  # to decode
         self._works, self._headers = list(works), list(headers)
         self._buffers = list(buffers)  # alive until they have been sent
 
     def wait(self) -> None:
-        """Return when everything is sent and received.
+        """Return when everything is sent, received and, by the first wait, decoded.
 
         Raises:
             PeerError: With the failed rank's sentence, or naming the silent peer.
@@ -264,7 +270,9 @@ class Handle:
                     f"{where}: rank {peer} sent (step, channel, dtype, numel) = {found.tolist()}, "
                     f"but {expected.tolist()} was expected"
                 )
-        self._works, self._headers, self._buffers = [], [], []
+        for message in self.messages:
+            message.decode()
+        self._works, self._headers, self._buffers, self.messages = [], [], [], []
 
     def complete(self) -> None:
         """Wait for the transport. Once only, and by one thread: gloo forgets what was waited for.

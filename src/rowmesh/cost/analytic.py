@@ -25,6 +25,7 @@ from rowmesh.cost.sums import add_host_rows, add_host_sums, add_sparse_sums
 from rowmesh.errors import InputError
 from rowmesh.features import KeyedJaggedTensor
 from rowmesh.placement import Copies, Exchange, Plan, TablePlan
+from rowmesh.placement.codecs import WireForm, wire_form
 from rowmesh.placement.columns import num_blocks
 from rowmesh.placement.memory import RuleState, rule_state
 from rowmesh.topology import Topology
@@ -101,8 +102,9 @@ def _collection(
 ) -> None:
     batches, topology = steps[-1], plan.mesh.topology
     apart = any(tier.copies is Copies.HOST for table in tables for tier in table.tiers)
+    form = wire_form(plan)
     pieces = [
-        replace(piece, apart=apart)
+        replace(piece, apart=apart, form=form)
         for table in tables
         for piece in pieces_of(table, plan.groups(table))
     ]
@@ -118,7 +120,7 @@ def _collection(
             mine = [batches[rank] for rank in ranks]
             _group(inside, members, mine, id_bytes, groups.shape(topology))
             if plan.depth > 1 and not members[0].table.is_relayed:
-                _look_ahead_bits(inside, members[0].row_bytes)
+                _look_ahead_bits(inside, members[0].wire_bytes("rows"))
             for (edge, source, target), num_bytes in inside.items():
                 traffic[edge, ranks[source], ranks[target]] += num_bytes
         copies = [c for piece in members for c in copies_of(piece) if c.sums == "sparse"]
@@ -197,7 +199,6 @@ def _home_piece(
     if not pooled and table.dedup:
         ids = np.unique(ids)
     owners = table.homes().owners(ids)
-    vector_bytes = 4 * piece.width if pooled else piece.row_bytes
     for index, owner in enumerate(piece.ranks):
         chosen = owners == index
         num_ids = int(chosen.sum())
@@ -205,9 +206,10 @@ def _home_piece(
         traffic["ids", rank, owner] += num_ids * id_bytes
         if pooled and table.weighted:
             traffic["sample weights", rank, owner] += num_ids * 4
-        traffic[table.exchange.value, owner, rank] += num_vectors * vector_bytes
+        edge = table.exchange.value
+        traffic[edge, owner, rank] += num_vectors * piece.wire_bytes(edge)
         if table.trainable:
-            traffic["backward", rank, owner] += num_vectors * 4 * piece.width
+            traffic["backward", rank, owner] += num_vectors * piece.wire_bytes("backward")
 
 
 def _relayed_piece(
@@ -226,17 +228,17 @@ def _relayed_piece(
     traffic["ids", rank, relay] += len(ids) * id_bytes
     if table.weighted:
         traffic["sample weights", rank, relay] += len(ids) * 4
-    traffic["pooled", relay, rank] += num_bags * 4 * piece.width
+    traffic["pooled", relay, rank] += num_bags * piece.wire_bytes("pooled")
     distinct = np.unique(ids)
     owners = table.homes().owners(distinct)
     for index, owner in enumerate(piece.ranks):
         num_rows = int((owners == index).sum())
         traffic["ids", relay, owner] += num_rows * id_bytes
-        traffic["rows", owner, relay] += num_rows * piece.row_bytes
+        traffic["rows", owner, relay] += num_rows * piece.wire_bytes("rows")
         if table.trainable:
-            traffic["backward", relay, owner] += num_rows * 4 * piece.width
+            traffic["backward", relay, owner] += num_rows * piece.wire_bytes("backward")
     if table.trainable:
-        traffic["backward", rank, relay] += num_bags * 4 * piece.width
+        traffic["backward", rank, relay] += num_bags * piece.wire_bytes("backward")
 
 
 def _column_squares(
@@ -263,35 +265,37 @@ def _column_squares(
 
 
 def _buckets(traffic: Traffic, plan: Plan, world: int) -> None:
-    """Dense gradients, and of copies with dense sums a line of gradient and flag a row."""
+    """Dense gradients, and of copies with dense sums a gradient and a flag a row."""
     lines = {"dense": 0, "bucket": 0}
     for table in plan.tables:
         for piece in pieces_of(table, plan.groups(table)) if table.trainable else ():
             for copy in copies_of(piece):
                 if copy.sums in lines:
                     lines[copy.sums] += copy.count * (piece.width + 1)
-    elements = list(plan.dense)
+    elements, form = list(plan.dense), wire_form(plan)
     if elements:
         elements[-1] += lines.pop("bucket")
     for size in elements:
-        _bucket(traffic, "dense", size, world, plan.span)
-    _bucket(traffic, "hot gradients", sum(lines.values()), world, plan.span)
+        _bucket(traffic, "dense", size, world, plan.span, form)
+    _bucket(traffic, "hot gradients", sum(lines.values()), world, plan.span, form)
 
 
-def _bucket(traffic: Traffic, edge: str, elements: int, world: int, span: int) -> None:
+def _bucket(
+    traffic: Traffic, edge: str, elements: int, world: int, span: int, form: WireForm
+) -> None:
     """Groups of ``span`` ranks add up a chunk each; so do, of that chunk, peers of the groups."""
     for first in range(0, world, span):
-        _ring(traffic, edge, elements, range(first, first + span))
+        _ring(traffic, edge, elements, range(first, first + span), form)
     for place, size in enumerate(_chunks(elements, span)):
-        _ring(traffic, edge, size, range(place, world, span))
+        _ring(traffic, edge, size, range(place, world, span), form)
 
 
-def _ring(traffic: Traffic, edge: str, elements: int, ranks: Sequence[int]) -> None:
+def _ring(traffic: Traffic, edge: str, elements: int, ranks: Sequence[int], form: WireForm) -> None:
     """A chunk to every rank, which adds it up and sends the sum to all."""
-    chunks = _chunks(elements, len(ranks))
+    chunks = [form.flat_bytes(edge, size) for size in _chunks(elements, len(ranks))]
     for i, source in enumerate(ranks):
         for j, target in enumerate(ranks):
-            traffic[edge, source, target] += 4 * (chunks[i] + chunks[j])
+            traffic[edge, source, target] += chunks[i] + chunks[j]
 
 
 def _chunks(elements: int, count: int) -> list[int]:

@@ -11,11 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rowmesh.cost.buckets import expect_dense, sum_elements
+from rowmesh.cost.codecs import vector_on
 from rowmesh.cost.host_copies import expect_host_copies
 from rowmesh.cost.load import LINES, Load, Part, lay, lay_groups, no_load, spread
 from rowmesh.cost.rates import Rates, RowCost
 from rowmesh.errors import PlanError
 from rowmesh.placement import Copies, Exchange, TablePlan, hot_ids
+from rowmesh.placement.codecs import EXACT, WireForm
 from rowmesh.placement.columns import num_blocks
 from rowmesh.placement.groups import Groups
 from rowmesh.placement.memory import RULE_STATES, RuleState
@@ -74,6 +76,7 @@ def expect_table(
     tree: str = "flat",
     groups: Groups | None = None,
     steps_apart: bool = False,
+    form: WireForm = EXACT,
 ) -> Load:
     """What one table adds to every rank's bytes and work in a training step.
 
@@ -98,6 +101,9 @@ def expect_table(
     made at the owners' places of all groups. U is of all ranks, or of a group if groups step apart,
     each by its own gradients. Their sync is not counted (`rowmesh.cost.sync`).
 
+    With codecs the bytes of vectors are those of ``form``, and work is added for each vector that a
+    rank encodes or decodes.
+
     Raises:
         PlanError: If all of the table has copies per host.
         InputError: If it has hot rows, and the accesses of single rows are not known.
@@ -108,7 +114,9 @@ def expect_table(
     for tier, rows in table.hot:
         hot, accesses = accesses.part(hot_ids(rows, where=f"table {table.name!r}"))
         if tier.copies is Copies.HOST:
-            load = expect_host_copies(table, tier, hot, rows.count, topology=shape, rates=rates)
+            load = expect_host_copies(
+                table, tier, hot, rows.count, topology=shape, rates=rates, form=form
+            )
             total += spread(load, groups)
             continue
         total += expect_hot(
@@ -120,14 +128,15 @@ def expect_table(
             rates=rates,
             tree=tree,
             groups=groups,
+            form=form,
         )
     rest = replace(table, tiers=table.tiers[-1:])
     stepped = groups.size if steps_apart else world
     numbers = _use(table, accesses, stepped)
-    parts = _parts(rest, numbers, shape, state, rates)
+    parts = _parts(rest, numbers, shape, state, rates, form)
     total += lay_groups(parts, table.rest.ranks, groups=groups, topology=topology)
     if table.rest.sums == "dense":
-        total += _dense_sums(table, table.num_embeddings, topology, tree)
+        total += _dense_sums(table, table.num_embeddings, topology, tree, form)
     return total
 
 
@@ -141,6 +150,7 @@ def expect_hot(
     rates: Rates = _RATES,
     tree: str = "flat",
     groups: Groups | None = None,
+    form: WireForm = EXACT,
 ) -> Load:
     """What ``count`` hot rows of a table add, whose accesses these are.
 
@@ -154,14 +164,18 @@ def expect_hot(
     ranks = np.array([groups.move(table.rest.ranks, m) for m in range(groups.count)])
     adders = ranks.reshape(groups.count, len(widths), -1).swapaxes(0, 1)  # [piece, group, owner]
     owners = adders.size // len(widths)
-    parts = [_copies(table, use, topology, owners, rates.row_cost(width), sums) for width in widths]
+    parts = [
+        _copies(table, use, topology, owners, rates.row_cost(width), sums, form) for width in widths
+    ]
     total = lay(parts, adders.ravel().tolist(), topology=topology)
-    return total + _dense_sums(table, count, topology, tree) if sums == "dense" else total
+    return total + _dense_sums(table, count, topology, tree, form) if sums == "dense" else total
 
 
-def _dense_sums(table: TablePlan, count: int, topology: Topology, tree: str) -> Load:
+def _dense_sums(
+    table: TablePlan, count: int, topology: Topology, tree: str, form: WireForm
+) -> Load:
     elements = sum_elements(table, count)
-    load = expect_dense(elements, topology=topology, tree=tree)
+    load = expect_dense(elements, topology=topology, tree=tree, form=form, edge="hot gradients")
     return replace(load, kinds=frozenset({"hot dense"} if elements else ()))
 
 
@@ -178,7 +192,7 @@ def expect_alike(
     Every number of a part is an array over ``tables``, every line ``[9, tables]``.
     """
     uses = [_use(t, a, topology.world) for t, a in zip(tables, accesses, strict=True)]
-    return _parts(tables[0], np.array(uses).T, topology, state, rates)
+    return _parts(tables[0], np.array(uses).T, topology, state, rates, EXACT)
 
 
 def _parts(
@@ -187,6 +201,7 @@ def _parts(
     topology: Topology,
     state: RuleState,
     rates: Rates,
+    form: WireForm,
 ) -> list[Part]:
     tier = table.rest
     if len(table.tiers) > 1 or tier.copies is Copies.HOST:
@@ -196,42 +211,63 @@ def _parts(
     use = _Use(rows, q, d, b, union, trained, weight)
     if tier.copies is Copies.WORLD:
         cost = rates.row_cost(table.embedding_dim)
-        return [_copies(table, use, topology, topology.world, cost, tier.sums)]
+        return [_copies(table, use, topology, topology.world, cost, tier.sums, form)]
     owners = len(tier.ranks) // tier.split.columns
     widths = [last - first for first, last in table.columns()]
     squares = 0.0 * use.union
     if len(widths) > 1 and table.trainable and state.adds_squares:
         squares = 4.0 * use.union / owners
     costs = {w: rates.row_cost(w) for w in set(widths)}
-    by_width = {w: _piece(table, use, topology, owners, c, squares) for w, c in costs.items()}
+    by_width = {w: _piece(table, use, topology, owners, c, squares, form) for w, c in costs.items()}
     return [by_width[width] for width in widths]
 
 
 def _piece(
-    table: TablePlan, use: _Use, topology: Topology, n: int, cost: RowCost, squares: _Number
+    table: TablePlan,
+    use: _Use,
+    topology: Topology,
+    n: int,
+    cost: RowCost,
+    squares: _Number,
+    form: WireForm,
 ) -> Part:
-    columns = cost.dim
-    row, gradient = table.row_bytes / table.embedding_dim * columns, 4.0 * columns
-    trained = use.trained * gradient  # bytes of a gradient, if there is one
+    columns, edge = cost.dim, table.exchange.value
+    vector, back = (vector_on(e, columns, form, table=table) for e in (edge, "backward"))
+    trained = use.trained * back.num_bytes  # bytes of a gradient, if there is one
+    asker_s = vector.decode_s + use.trained * back.encode_s
+    owner_s = vector.encode_s + use.trained * back.decode_s
     d = use.d if table.dedup or table.exchange is Exchange.POOLED else use.q
     owned = topology.world * d / n * (cost.lookup_s + use.trained * cost.update_s)
     near = host = use.zeros()
     if table.exchange is Exchange.ROWS:
         base, near, owner = _direct(
-            use, topology, n, out=d / n * _ID, back=d / n * row, gradient=d / n * trained
+            use,
+            topology,
+            n,
+            out=d / n * _ID,
+            back=d / n * vector.num_bytes,
+            gradient=d / n * trained,
         )
-        base[8], owner[8], kind = use.q * cost.id_s, owned, "rows"
+        _add_codec(base, owner, topology, n, d / n * asker_s, d / n * owner_s)
+        base[8] += use.q * cost.id_s
+        owner[8], kind = owner[8] + owned, "rows"
     elif table.rest.split.rows == "host" and n > 1:
-        base, host, owner = _relayed(topology, n, use, row, gradient)
-        host[8], owner[8], kind = topology.hosts * use.q * cost.id_s, owned, "relayed"
+        row = vector_on("rows", columns, form, table=table)
+        base, host, owner = _relayed(topology, n, use, row.num_bytes, vector.num_bytes, trained)
+        base[8] = use.b * asker_s
+        host[8], kind = topology.hosts * (use.q * cost.id_s + use.b * owner_s), "relayed"
+        host[8] += topology.hosts * d * (row.decode_s + use.trained * back.encode_s)
+        served = row.encode_s + use.trained * back.decode_s
+        owner[8] = owned + topology.world * d / n * served
     else:
         length = use.q / np.maximum(use.b, 1e-300)  # without bags there are no sums either
         sums = use.b * (1.0 - (1.0 - 1.0 / n) ** length)
         ids = use.q / n * (_ID + use.weight)
         base, near, owner = _direct(
-            use, topology, n, out=ids, back=sums * gradient, gradient=sums * trained
+            use, topology, n, out=ids, back=sums * vector.num_bytes, gradient=sums * trained
         )
-        owner[8], kind = topology.world * use.q / n * cost.bag_id_s, "pooled"
+        _add_codec(base, owner, topology, n, sums * asker_s, sums * owner_s)
+        owner[8], kind = owner[8] + topology.world * use.q / n * cost.bag_id_s, "pooled"
         owner[8] += use.trained * use.union / n * cost.bag_update_s
     blocks = num_blocks(table.embedding_dim)
     amount = squares * columns * blocks / table.embedding_dim
@@ -257,12 +293,20 @@ def _direct(
     return base, near, owner
 
 
+def _add_codec(
+    base: _Lines, owner: _Lines, topology: Topology, n: int, asker_s: _Number, owner_s: _Number
+) -> None:
+    """Seconds of codecs for what each rank and each of n owners send each other, but to itself."""
+    base[8] = n * asker_s
+    owner[8] = (topology.world - 1) * owner_s - asker_s
+
+
 def _relayed(
-    topology: Topology, n: int, use: _Use, row: float, gradient: float
+    topology: Topology, n: int, use: _Use, row: float, pooled: float, trained: float
 ) -> tuple[_Lines, _Lines, _Lines]:
     """Base, host and owner lines of an exchange through the relays of the owners' host."""
     hosts, local = topology.hosts, topology.local
-    vector, trained, share = use.b * gradient, use.trained * gradient, hosts * use.d / n
+    vector, share = use.b * pooled, hosts * use.d / n
     base, host, owner = use.zeros(), use.zeros(), use.zeros()
     for first, there, back, ask, answer in (
         (
@@ -282,10 +326,17 @@ def _relayed(
 
 
 def _copies(
-    table: TablePlan, use: _Use, topology: Topology, owners: int, cost: RowCost, sums: str
+    table: TablePlan,
+    use: _Use,
+    topology: Topology,
+    owners: int,
+    cost: RowCost,
+    sums: str,
+    form: WireForm,
 ) -> Part:
     """Copies on all ranks, whose sums so many owners make if they are sparse."""
-    gradient = 4.0 * cost.dim
+    part = vector_on("hot gradients", cost.dim, form)
+    gradient = part.num_bytes
     base, near, owner = use.zeros(), use.zeros(), use.zeros()
     kind = ""
     if table.trainable and sums == "sparse":
@@ -298,7 +349,11 @@ def _copies(
         for lines in (base, near, owner):  # all of it is backward
             lines[4:8] = lines[:4]
         kind = "copies"
-    base[8] = use.q * cost.id_s + use.d * cost.lookup_s
+        if topology.world > 1:
+            base[8] = use.d * part.encode_s + use.union * part.decode_s
+            arriving = topology.world * use.d * part.decode_s
+            owner[8] = (arriving + use.union * part.encode_s) / owners  # one code for all
+    base[8] += use.q * cost.id_s + use.d * cost.lookup_s
     base[8] += use.trained * use.union * cost.update_s
     if sums != "sparse":  # lines of all rows are blanked and added, of touched ones put and taken
         base[8] += use.trained * 2.0 * (use.rows + use.union) * cost.lookup_s

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from rowmesh.features import KeyedJaggedTensor
 from rowmesh.placement import Copies, Exchange, TablePlan, Tier, hot_ids
+from rowmesh.placement.codecs import EXACT, WireForm
 from rowmesh.placement.groups import Groups
 from rowmesh.placement.hot import holders
 from rowmesh.topology import Topology
@@ -41,6 +42,7 @@ class Piece:
     width: int
     ranks: tuple[int, ...]
     apart: bool = False  # bags that owners pool have stacks of their own
+    form: WireForm = EXACT
 
     @property
     def stack(self) -> tuple[object, ...]:
@@ -53,6 +55,12 @@ class Piece:
     @property
     def row_bytes(self) -> int:
         return self.width * self.table.row_bytes // self.table.embedding_dim
+
+    def wire_bytes(self, edge: str) -> int:
+        """Of a vector on an edge; rows of 16-bit tables travel as they are."""
+        if edge == "rows" and self.table.data_type != "fp32":
+            return self.row_bytes
+        return self.form.vector_bytes(edge, self.width)
 
 
 def is_copied(table: TablePlan) -> bool:

@@ -13,6 +13,7 @@ from rowmesh.cost.load import Load, no_load
 from rowmesh.cost.rates import DenseCost, Rates
 from rowmesh.cost.totals import expect_each, expect_sync
 from rowmesh.placement import Plan
+from rowmesh.placement.codecs import wire_form
 from rowmesh.placement.memory import RULE_STATES, RuleState
 from rowmesh.stats import Accesses
 from rowmesh.topology import Topology
@@ -94,7 +95,7 @@ class StepTime:
     """Where the seconds of a step go, on its critical path.
 
     Args:
-        rows_s: Work on ids and rows, of the busiest rank.
+        rows_s: Work on ids and rows, and of codecs, of the busiest rank.
         dense_s: The dense layers, forward, backward and step.
         forward_s: Ids and vectors on their way; nothing hides them.
         gradients_s: Gradients on their way, as far as they outlast the backward.
@@ -166,7 +167,7 @@ def step_time(
         end = max(end, start) + seconds
     kinds = tables.kinds | dense.kinds
     return StepTime(
-        rows_s=float((tables.values[8] + sync.values[8]).max()),
+        rows_s=float((tables.values[8] + dense.values[8] + sync.values[8]).max()),
         dense_s=cost.total_s,
         forward_s=float(near + across - ahead),
         gradients_s=float(back[0] + sums[0] + max(0.0, end - computed)),
@@ -191,7 +192,7 @@ def plan_time(
     loads = expect_each(plan, accesses, state=state, rates=rates)
     return step_time(
         sum(loads.values(), no_load(plan.mesh.topology.world)),
-        expect_dense(sum(sizes), topology=plan.mesh.topology, tree=plan.tree),
+        expect_dense(sum(sizes), topology=plan.mesh.topology, tree=plan.tree, form=wire_form(plan)),
         topology=plan.mesh.topology,
         rates=rates,
         cost=cost,

@@ -19,7 +19,7 @@ def add_sparse_sums(
     id_bytes: int,
 ) -> None:
     """Gradients of touched rows to their sum owner; sums of rows any rank touched to all."""
-    world, row = len(batches), 4 * copies[0].piece.width
+    world, row = len(batches), copies[0].piece.wire_bytes("hot gradients")
     sizes = sum((copy.sizes() for copy in copies), np.zeros(world, dtype=np.int64))
     counts = np.zeros((world, world), dtype=np.int64)  # [source, target]
     unions = np.zeros(world, dtype=np.int64)
@@ -50,9 +50,9 @@ def add_host_rows(
         for local in range(topology.local):
             count, holder = int((held == local).sum()), rank - rank % topology.local + local
             traffic["ids", rank, holder] += count * id_bytes
-            traffic["rows", holder, rank] += count * copy.piece.row_bytes
+            traffic["rows", holder, rank] += count * copy.piece.wire_bytes("rows")
             if copy.piece.table.trainable:
-                traffic["backward", rank, holder] += count * 4 * copy.piece.width
+                traffic["backward", rank, holder] += count * copy.piece.wire_bytes("backward")
 
 
 def add_host_sums(
@@ -63,7 +63,8 @@ def add_host_sums(
     topology: Topology,
 ) -> None:
     """Sums of a host to the peer on the home's host, which adds them up and tells the others."""
-    hosts, local, row = topology.hosts, topology.local, 4 * copies[0].piece.width
+    hosts, local = topology.hosts, topology.local
+    row = copies[0].piece.wire_bytes("hot gradients")
     of_host = [
         [
             np.unique(np.concatenate([c.touched(b) for b in batches[h * local : (h + 1) * local]]))

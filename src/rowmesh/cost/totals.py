@@ -8,6 +8,7 @@ from rowmesh.cost.load import Load, no_load
 from rowmesh.cost.rates import Rates
 from rowmesh.cost.sync import expect_table_sync
 from rowmesh.placement import Plan
+from rowmesh.placement.codecs import wire_form
 from rowmesh.placement.memory import RULE_STATES, RuleState
 from rowmesh.stats import Accesses
 
@@ -37,6 +38,7 @@ def expect_each(
     rates: Rates = _RATES,
 ) -> dict[str, Load]:
     """Every table by its name, without the sync of its replicas."""
+    form = wire_form(plan)
     return {
         table.name: expect_table(
             table,
@@ -47,6 +49,7 @@ def expect_each(
             tree=plan.tree,
             groups=plan.groups(table),
             steps_apart=plan.sync.mode != "gradients",
+            form=form,
         )
         for table in plan.tables
     }
@@ -83,6 +86,8 @@ def expect_plan(
 ) -> Load:
     """The sum over the plan's tables, their replicas' sync and its dense buckets."""
     elements = sum(bucket_sizes(plan))
-    dense = expect_dense(elements, topology=plan.mesh.topology, tree=plan.tree)
+    dense = expect_dense(
+        elements, topology=plan.mesh.topology, tree=plan.tree, form=wire_form(plan)
+    )
     tables = expect_tables(plan, accesses, state=state, rates=rates)
     return dense + tables + expect_sync(plan, accesses, state=state, rates=rates)

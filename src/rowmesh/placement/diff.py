@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rowmesh.placement.codecs import describe_codecs
 from rowmesh.placement.memory import bytes_per_rank
 from rowmesh.placement.plan import Plan, Predicted, TablePlan
 from rowmesh.placement.text import shorten
@@ -100,7 +101,7 @@ def _settings(plan: Plan) -> dict[str, str]:
         "exactness": plan.exactness.value,
         "dense": f"{sum(plan.dense):,} in {len(plan.dense)} buckets",
         "towers": ", ".join(plan.towers) or "none",
-        "codecs": ", ".join(f"{c.edge}: {'+'.join(c.stack)}" for c in plan.codecs) or "none",
+        "codecs": describe_codecs(plan.codecs),
         "depth": str(plan.depth),
         "sync": f"{plan.sync.mode} every {plan.sync.period}, {plan.sync.form}",
     }

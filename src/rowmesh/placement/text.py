@@ -1,5 +1,6 @@
 """A plan as a table that fits 100 columns."""
 
+from rowmesh.placement.codecs import describe_codecs
 from rowmesh.placement.memory import bytes_per_rank
 from rowmesh.placement.plan import Copies, Plan, TablePlan
 
@@ -60,6 +61,7 @@ def render(plan: Plan, *, max_tables: int = 40) -> str:
         f"sums {plan.tree}" + (f", depth {plan.depth}" if plan.depth > 1 else ""),
         *_groups(plan),
         f"exactness {label}: {label.meaning}",
+        *([f"codecs {describe_codecs(plan.codecs)}"] if plan.codecs else []),
         f"{'table':<24} {'rows':>13} {'dim':>5} {'type':>4}  {'split':<24} {'exchange':<12} ranks",
     ]
     lines += [_row(plan, table, world) for table in plan.tables[:max_tables]]

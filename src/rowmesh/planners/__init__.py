@@ -1,6 +1,7 @@
 """Planners: pure functions from tables, topology and statistics to a `Plan`."""
 
 from rowmesh.planners.auto import blank_table, blank_tables, make_plan, plan_tables
+from rowmesh.planners.codecs import choose_codecs, parse_allow
 from rowmesh.planners.constraints import Constraints, Pin, parse_constraints
 from rowmesh.planners.depth import parse_depth
 from rowmesh.planners.groups import list_meshes, parse_groups, parse_layout, parse_sync
@@ -14,9 +15,11 @@ __all__ = [
     "RowTiers",
     "blank_table",
     "blank_tables",
+    "choose_codecs",
     "choose_tiers",
     "list_meshes",
     "make_plan",
+    "parse_allow",
     "parse_constraints",
     "parse_depth",
     "parse_groups",

@@ -11,6 +11,7 @@ from rowmesh.errors import InputError, PlanError
 from rowmesh.placement import Plan, Predicted, Sync, TablePlan
 from rowmesh.placement.dense import bucket_elements
 from rowmesh.placement.memory import rule_state
+from rowmesh.planners.codecs import choose_codecs
 from rowmesh.planners.constraints import Constraints
 from rowmesh.planners.depth import choose_depth, parse_depth
 from rowmesh.planners.groups import list_meshes
@@ -53,6 +54,8 @@ def make_plan(
     layout: str = "auto",
     sync: Sync = _GRADIENTS,
     depth: str | int = 1,
+    codecs: str = "fp32",
+    allow_lossy: bool = False,
     on_progress: Callable[[float], None] = lambda share: None,
 ) -> Plan:
     """A plan for ``model`` on ``topology``, by reading its table configurations only.
@@ -82,6 +85,11 @@ def make_plan(
         sync: How replicas are kept together where there are several groups.
         depth: Batches begun at a time (`rowmesh.Pipeline`), or ``auto``: what makes a step
             shortest, if ``cost`` is given; else 2 on several hosts and 1 on one.
+        codecs: How vectors and gradients travel: fp32, fp16, bf16, int8, or as in
+            ``forward=fp16,backward=bf16,dense=bf16``. All but fp32 are lossy; rows are placed as
+            if all were fp32.
+        allow_lossy: Whether to take bf16 or int8 on all edges where a step is then at least 2.5 %
+            shorter; ``codecs`` must not name others.
         on_progress: Called now and then with the share of the work done, from 0 to 1.
 
     Raises:
@@ -108,6 +116,8 @@ def make_plan(
         layout=layout,
         sync=sync,
         depth=depth,
+        codecs=codecs,
+        allow_lossy=allow_lossy,
         on_progress=on_progress,
     )
 
@@ -131,6 +141,8 @@ def plan_tables(
     layout: str = "auto",
     sync: Sync = _GRADIENTS,
     depth: str | int = 1,
+    codecs: str = "fp32",
+    allow_lossy: bool = False,
     on_progress: Callable[[float], None] = lambda share: None,
 ) -> Plan:
     """Fill in the tiers and exchanges of ``tables``; `make_plan` for tables without a model."""
@@ -163,6 +175,15 @@ def plan_tables(
     constraints.check(tables, topology)
     meshes = list_meshes(topology, groups=groups, layout=layout)
     plan = choose_depth(problem, meshes, parse_depth(depth), on_progress=on_progress)
+    plan = choose_codecs(
+        plan,
+        stats,
+        codecs=codecs,
+        allow_lossy=allow_lossy,
+        rates=problem.rates,
+        cost=cost,
+        state=problem.state,
+    )
     on_progress(1.0)
     total = expect_plan(plan, stats.tables, state=problem.state, rates=problem.rates)
     predicted = _predicted(total, topology, rates)

@@ -40,6 +40,7 @@ from rowmesh.placement import (
     Tier,
     hot_ids,
 )
+from rowmesh.placement.codecs import wire_form
 from rowmesh.placement.memory import RULE_STATES, RuleState, bytes_per_rank
 from rowmesh.planners.order import RowOrder, state_bytes
 from rowmesh.planners.per_host import RowTiers, Sums, has_peers, may_have_copies
@@ -199,7 +200,9 @@ class HotRows:
         sizes = (*sizes[:-1], (sizes[-1] if sizes else 0) + lines)
         time = step_time(
             total,
-            expect_dense(sum(sizes), topology=plan.mesh.topology, tree=plan.tree),
+            expect_dense(
+                sum(sizes), topology=plan.mesh.topology, tree=plan.tree, form=wire_form(plan)
+            ),
             topology=plan.mesh.topology,
             rates=self._rates,
             cost=self._cost,
@@ -212,6 +215,7 @@ class HotRows:
     def _load(self, plan: Plan, table: TablePlan, count: int, sums: Sums) -> tuple[Load, ...]:
         """Of a table with so many hot rows: all but the sync, the sync, what travels ahead."""
         topology, accesses = plan.mesh.topology, self._stats.tables[table.name]
+        form = wire_form(plan)
         total, groups, rates = no_load(topology.world), plan.groups(table), self._rates
         if count:
             hot, accesses = accesses.part(count)
@@ -224,6 +228,7 @@ class HotRows:
                 rates=rates,
                 tree=plan.tree,
                 groups=groups,
+                form=form,
             )
         cold = expect_table(
             table,
@@ -234,6 +239,7 @@ class HotRows:
             tree=plan.tree,
             groups=groups,
             steps_apart=plan.sync.mode != "gradients",
+            form=form,
         )
         sync = expect_table_sync(
             table,

@@ -20,7 +20,7 @@ __all__ = ["CopyRider", "make_riders", "refresh_copies", "refresh_homes"]
 class CopyRider:
     """The gradients of all copies of a stack whose sums are ``dense`` or ``bucket``.
 
-    One line a row: its gradient, and how many ranks have one; a row that none has is not updated.
+    Of each row its gradient, and how many ranks have one; a row that none has is not updated.
 
     Args:
         engine: Of the collection; its tickets hold the gradients.
@@ -30,23 +30,29 @@ class CopyRider:
 
     def __init__(self, engine: "ShardedEngine", number: int, first: int, last: int) -> None:
         self._engine, self.number, self._first, self._last = engine, number, first, last
-        self._columns = engine.stacks[number].layout.dim + 1
+        self._dim = engine.stacks[number].layout.dim
         self.on_ready: Callable[[], None] | None = None
         self._sums: tuple[Tensor, Tensor] | None = None
 
     @property
     def size(self) -> int:
-        """Numbers that travel."""
-        return (self._last - self._first) * self._columns
+        """Numbers of all gradients."""
+        return self.num_flags * self._dim
 
-    def pack(self, out: Tensor) -> None:
+    @property
+    def num_flags(self) -> int:
+        """A flag a row."""
+        return self._last - self._first
+
+    def pack(self, out: Tensor, flags: Tensor) -> None:
         """This rank's gradients, added over its backwards in their order."""
-        lines = out.view(-1, self._columns).zero_()
+        lines = out.zero_().view(-1, self._dim)
+        flags.zero_()
         for ticket in self._engine.tickets:
             if ticket.is_sent:
                 slots, grads = self._part(ticket)
-                lines[:, :-1].index_add_(0, slots, grads)
-                lines[:, -1].index_fill_(0, slots, 1.0)
+                lines.index_add_(0, slots, grads)
+                flags.index_fill_(0, slots, 1.0)
 
     def _part(self, ticket: Ticket) -> tuple[Tensor, Tensor]:
         """Rows, from the first of ours, and their gradients."""
@@ -55,11 +61,10 @@ class CopyRider:
         begin, end = torch.searchsorted(slots, edges).tolist()
         return slots[begin:end].long() - self._first, grads[begin:end]
 
-    def take(self, sums: Tensor) -> None:
+    def take(self, sums: Tensor, flags: Tensor) -> None:
         """Keep the touched rows and their sums."""
-        lines = sums.view(-1, self._columns)
-        rows = (lines[:, -1] > 0).nonzero().squeeze(1)
-        self._sums = rows + self._first, lines.index_select(0, rows)[:, :-1].contiguous()
+        rows = (flags > 0).nonzero().squeeze(1)
+        self._sums = rows + self._first, sums.view(-1, self._dim).index_select(0, rows)
 
     def sums(self) -> tuple[Tensor, Tensor]:
         """Touched rows, as slots of the copies stack, and their summed gradients; once."""

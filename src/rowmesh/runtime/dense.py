@@ -3,7 +3,8 @@
 Flat: each rank adds up one chunk of a bucket and sends the sum to all: 2 (W - 1) / W of the
 bucket leaves a rank, the least possible. Host-first: the ranks of a host add up a chunk each, peers
 on different hosts add up their chunk, and the sums go back the same way: only 2 (H - 1) / H of a
-bucket's L-th part leaves a rank's host. Not torch's DDP, which averages.
+bucket's L-th part leaves a rank's host. Not torch's DDP, which averages. With a codec gradients are
+coded in chunks and flags are not; whoever sends a sum keeps what its receivers decode.
 """
 
 import functools
@@ -14,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from rowmesh.comm.codecs import PLAIN, Codec, Codecs, Message, coded_flat, settle
 from rowmesh.comm.exchange import ChannelPool, Handle, Lane
 from rowmesh.comm.mesh import Mesh
 from rowmesh.placement.dense import bucket_parameters
@@ -33,17 +35,22 @@ class Rider(Protocol):
     def size(self) -> int:
         """How many."""
 
-    def pack(self, out: Tensor) -> None:
-        """Write this rank's into ``out``."""
+    @property
+    def num_flags(self) -> int:
+        """And how many that no codec may change."""
 
-    def take(self, sums: Tensor) -> None:
+    def pack(self, out: Tensor, flags: Tensor) -> None:
+        """Write this rank's into ``out`` and ``flags``."""
+
+    def take(self, sums: Tensor, flags: Tensor) -> None:
         """Keep the sums over ranks; the memory is used again in the next step."""
 
 
 class _Bucket:
     """Parameters whose gradients travel together, with a flag for each that has one, and riders.
 
-    ``span`` ranks, next to each other, are added up first; then the sums of such groups.
+    Flags of both come last. ``span`` ranks, next to each other, are added up first; then the sums
+    of such groups.
     """
 
     def __init__(
@@ -54,25 +61,30 @@ class _Bucket:
         number: int,
         span: int,
         pool: ChannelPool,
+        codecs: Codecs,
     ) -> None:
         self.parameters, self.mesh, self.number = list(parameters), mesh, number
         self.riders = list(riders)
         self.is_stale = False
         self._sequence = 0
-        self._sum: Future[tuple[Tensor, Handle]] | None = None
-        self._num_own = sum(p.numel() for p in self.parameters) + len(self.parameters)
-        size = self._num_own + sum(r.size for r in self.riders)
-        self._flat = torch.empty(size, device=mesh.device)
-        self._rides = self._flat[self._num_own :].split([r.size for r in self.riders])
+        self._sum: Future[Handle] | None = None
+        own = sum(p.numel() for p in self.parameters)
+        sizes = [own, *(r.size for r in self.riders)]
+        flags = [len(self.parameters), *(r.num_flags for r in self.riders)]
+        self._flat = torch.empty(sum(sizes) + sum(flags), device=mesh.device)
+        parts = self._flat.split([*sizes, *flags])
+        self._own, self._has_grad = parts[0], parts[len(sizes)]
+        self._rides = list(zip(parts[1 : len(sizes)], parts[len(sizes) + 1 :], strict=True))
         self.reset()
         place = mesh.rank % span
         group = list(range(mesh.rank - place, mesh.rank - place + span))
         name = f"dense bucket {number}" if self.parameters else "dense sums of hot rows"
         edge = "dense" if self.parameters else "hot gradients"
-        self._near = _Ring(name, mesh, group, self._flat, edge, pool)
-        chunk = self._near.chunks[place]
+        codec = codecs[edge]
+        self._near = _Ring(name, mesh, group, self._flat, sum(sizes), edge, pool, codec)
+        chunk, num_coded = self._near.chunks[place], self._near.num_coded[place]
         peers = list(range(place, mesh.world, span))
-        self._far = _Ring(f"{name}, groups", mesh, peers, chunk, edge, pool)
+        self._far = _Ring(f"{name}, groups", mesh, peers, chunk, num_coded, edge, pool, codec)
 
     def reset(self) -> None:
         """Wait for every gradient anew."""
@@ -95,9 +107,10 @@ class _Bucket:
             for p, g in zip(self.parameters, grads, strict=True)
         ]
         if self.parameters:
-            torch.cat([*(p.float() for p in pieces), flags], out=self._flat[: self._num_own])
-        for rider, out in zip(self.riders, self._rides, strict=True):
-            rider.pack(out)
+            torch.cat([p.float() for p in pieces], out=self._own)
+            self._has_grad.copy_(flags)
+        for rider, (out, marks) in zip(self.riders, self._rides, strict=True):
+            rider.pack(out, marks)
         self._sequence += 1
         work = functools.partial(
             self._add_up, self._sequence, self._near.send_parts(self._sequence)
@@ -106,7 +119,7 @@ class _Bucket:
         self._sum = mesh.later(f"dense {self.number}", work)
         self.is_stale = False
 
-    def _add_up(self, sequence: int, parts: Handle) -> tuple[Tensor, Handle]:
+    def _add_up(self, sequence: int, parts: Handle) -> Handle:
         with self.mesh.trace.phase("dense buckets"):
             parts.wait()  # from here on the bucket may be overwritten with the sums
             self._near.add_up()
@@ -114,7 +127,7 @@ class _Bucket:
                 self._far.send_parts(sequence).wait()
                 self._far.add_up()
                 self._far.send_sums(sequence).wait()
-            return self._flat, self._near.send_sums(sequence)
+            return self._near.send_sums(sequence)
 
     def finish(self, *, keep: bool) -> None:
         """Wait for the sums and, if ``keep``, make them the parameters' gradients."""
@@ -122,20 +135,19 @@ class _Bucket:
             with self.mesh.trace.phase("dense buckets"):
                 self._finish(self._sum, keep=keep)
 
-    def _finish(self, sums: Future[tuple[Tensor, Handle]], *, keep: bool) -> None:
+    def _finish(self, sums: Future[Handle], *, keep: bool) -> None:
         with self.mesh.trace.wait(f"dense {self.number}"):
-            flat, handle = sums.result()
+            handle = sums.result()
         handle.wait()
         self._sum = None
         self.reset()
         if not keep:
             return
-        for rider, ride in zip(self.riders, self._rides, strict=True):
-            rider.take(ride)
-        at, end = 0, self._num_own
-        has_grad = (flat[end - len(self.parameters) : end] > 0).tolist()
+        for rider, (sums_of, marks) in zip(self.riders, self._rides, strict=True):
+            rider.take(sums_of, marks)
+        at, has_grad = 0, (self._has_grad > 0).tolist()
         for parameter, present in zip(self.parameters, has_grad, strict=True):
-            grad = flat[at : at + parameter.numel()].view_as(parameter)
+            grad = self._own[at : at + parameter.numel()].view_as(parameter)
             if not present:
                 parameter.grad = None
             elif parameter.grad is None:
@@ -146,7 +158,10 @@ class _Bucket:
 
 
 class _Ring:
-    """Ranks that each add up one chunk of a vector and send the sum to the others."""
+    """Ranks that each add up one chunk of a vector and send the sum to the others.
+
+    The first ``num_coded`` numbers of the vector travel in ``codec``, the others as they are.
+    """
 
     def __init__(
         self,
@@ -154,13 +169,17 @@ class _Ring:
         mesh: Mesh,
         ranks: Sequence[int],
         vector: Tensor,
+        num_coded: int,
         edge: str,
         pool: ChannelPool,
+        codec: Codec,
     ) -> None:
-        self._edge = edge
+        self._edge, self._codec = edge, codec
         self.ranks, self._place = list(ranks), list(ranks).index(mesh.rank)
         chunks = vector.split(max(1, -(-len(vector) // len(ranks))))
         self.chunks = [*chunks, *(vector[:0],) * (len(ranks) - len(chunks))]
+        left = [num_coded - i * len(self.chunks[0]) for i in range(len(ranks))]
+        self.num_coded = [min(max(n, 0), len(c)) for n, c in zip(left, self.chunks, strict=True)]
         self._found = vector.new_empty((len(ranks), len(self.chunks[self._place])))
         self._parts = pool.channel(name, Lane.GRADS)
         self._sums = pool.channel(f"{name}, sums", Lane.GRADS)
@@ -170,10 +189,13 @@ class _Ring:
         others = [i for i in range(len(self.ranks)) if i != self._place]
         return self._parts.post(
             sequence,
-            sends=[(self.ranks[i], self.chunks[i]) for i in others],
-            receives=[(self.ranks[i], self._found[i]) for i in others],
+            sends=[(self.ranks[i], self._coded(self.chunks[i], i)) for i in others],
+            receives=[(self.ranks[i], self._coded(self._found[i], self._place)) for i in others],
             edge=self._edge,
         )
+
+    def _coded(self, vector: Tensor, chunk: int) -> Tensor | Message:
+        return coded_flat(vector, self._codec, self.num_coded[chunk])
 
     def add_up(self) -> None:
         """Make this rank's chunk the sum of all ranks', in their order."""
@@ -187,10 +209,13 @@ class _Ring:
     def send_sums(self, sequence: int) -> Handle:
         """This rank's chunk to all, theirs to this rank."""
         others = [i for i in range(len(self.ranks)) if i != self._place]
+        parcels = [self._coded(chunk, i) for i, chunk in enumerate(self.chunks)]
+        if others:
+            settle(parcels[self._place])
         return self._sums.post(
             sequence,
-            sends=[(self.ranks[i], self.chunks[self._place]) for i in others],
-            receives=[(self.ranks[i], self.chunks[i]) for i in others],
+            sends=[(self.ranks[i], parcels[self._place]) for i in others],
+            receives=[(self.ranks[i], parcels[i]) for i in others],
             edge=self._edge,
         )
 
@@ -204,6 +229,7 @@ class DenseBuckets:
         span: `Plan.span`.
         riders: Travel in the bucket that backward completes last.
         own: Travel in a bucket of their own.
+        codecs: Of the plan.
     """
 
     def __init__(
@@ -214,11 +240,13 @@ class DenseBuckets:
         *,
         riders: Sequence[Rider] = (),
         own: Sequence[Rider] = (),
+        codecs: Codecs = PLAIN,
     ) -> None:
         self.parameters = list(parameters)
         self.is_accumulating = False
         self._is_active = False
         self._mesh, self._span, self._pool = mesh, span, ChannelPool(mesh.wire)
+        self._codecs = codecs
         self._buckets: list[_Bucket] = []
         self._members: list[list[nn.Parameter]] = []
         if mesh.world == 1:
@@ -247,7 +275,9 @@ class DenseBuckets:
         self._pool.begin_anew()
         self._buckets = []
         for number, (chosen, aboard) in enumerate(loads):
-            bucket = _Bucket(chosen, aboard, self._mesh, number, self._span, self._pool)
+            bucket = _Bucket(
+                chosen, aboard, self._mesh, number, self._span, self._pool, self._codecs
+            )
             self._buckets.append(bucket)
             for rider in aboard:
                 rider.on_ready = functools.partial(self._ready, number)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rowmesh.comm.codecs import PLAIN, Codecs
 from rowmesh.comm.exchange import ChannelPool, Lane
 from rowmesh.comm.mesh import Mesh
 from rowmesh.errors import InputError, RowmeshError, StepError
@@ -46,10 +47,11 @@ class ShardedEngine:
         stacks: Sequence[Stack],
         mesh: Mesh,
         span: int,
+        codecs: Codecs = PLAIN,
     ) -> None:
         self.path, self.readers, self.tables = path, list(readers), list(tables)
         self.pooled, self.weighted = pooled, weighted
-        self.mesh, self.span = mesh, span
+        self.mesh, self.span, self.codecs = mesh, span, codecs
         self.tickets: list[Ticket] = []
         self.is_accumulating = False
         self.on_all_sent: Callable[[], None] | None = None
@@ -89,6 +91,7 @@ class ShardedEngine:
             id_dtype=self.id_dtype,
             pool=self.pool,
             scratch=self._scratch,
+            codecs=self.codecs,
         )
         self.look_ahead = LookAhead(path, mesh, self.stacks, self.fetches, self.pool)
         self._backward = [channel(f"gradients of {path}", Lane.GRADS) for _ in stacks]
@@ -222,11 +225,8 @@ class ShardedEngine:
             All ranks, between steps.
         """
         ahead = self.look_ahead
-        if owner is None:
-            ahead.drop(ahead.begun, for_good=False)
-        else:
-            ended = [f for f in (*ahead.begun, *ahead.again) if f.owner is owner]
-            ahead.drop(ended, for_good=True)
+        ended = [f for f in (*ahead.begun, *ahead.again) if f.owner is owner]
+        ahead.drop(ahead.begun if owner is None else ended, for_good=owner is not None)
 
     def end_step(self) -> None:
         """Rows have their new values: send those that the next forward, begun ahead, waits for.
@@ -382,7 +382,8 @@ class ShardedEngine:
         for i, (stack, grad) in enumerate(zip(self.stacks, grads, strict=True)):
             if stack.layout.trainable:  # frozen tables send nothing back
                 channels = (self._backward[i], self._copied[i], self._shared[i])
-                send_back(ticket, i, grad.contiguous(), channels, stack.layout, self._scratch)
+                given = grad.contiguous(), channels, stack.layout, self._scratch, self.codecs
+                send_back(ticket, i, *given)
             else:
                 for arrivals in (ticket.home, ticket.copied, ticket.shared):
                     arrivals.append(grad[:0], [], None)

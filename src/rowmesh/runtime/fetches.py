@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rowmesh.comm.codecs import Codecs, Message, coded, wire_bytes
 from rowmesh.comm.exchange import ChannelPool, Handle, Lane
 from rowmesh.comm.mesh import Mesh
 from rowmesh.errors import RowmeshError
@@ -126,6 +127,7 @@ class Fetches:
         id_dtype: Of ids on the wire.
         pool: Of the engine.
         scratch: Of the engine.
+        codecs: Of the plan.
     """
 
     def __init__(
@@ -138,15 +140,16 @@ class Fetches:
         id_dtype: torch.dtype,
         pool: ChannelPool,
         scratch: Scratch,
+        codecs: Codecs,
     ) -> None:
         self._mesh, self._stacks, self._weighted = mesh, stacks, weighted
-        self._id_dtype, self.scratch = id_dtype, scratch
+        self._id_dtype, self.scratch, self.codecs = id_dtype, scratch, codecs
         self._counts = pool.channel(f"counts of {path}", Lane.CONTROL)
         self._ids = pool.channel(f"ids of {path}", Lane.CONTROL)
         self._weights = pool.channel(f"sample weights of {path}", Lane.CONTROL)
         self._vectors = [pool.channel(f"vectors of {path}", Lane.ROWS) for _ in stacks]
         self.relays = {
-            i: Relay(path, stack.layout, mesh, id_dtype, pool)
+            i: Relay(path, stack.layout, mesh, id_dtype, pool, codecs)
             for i, stack in enumerate(stacks)
             if stack.layout.is_relayed
         }
@@ -298,7 +301,8 @@ class Fetches:
             receives = []
             for p in self._mesh.peers():
                 first = bounds[p] + (0 if early is None else early.num_clean[p])
-                receives.append((p, fetch.buffers[i][first : bounds[p + 1]]))
+                num_sums = route.requests[p].num_pooled
+                receives.append((p, self._coded(fetch.buffers[i][first : bounds[p + 1]], num_sums)))
             handle = channel.post(fetch.number, sends=(), receives=receives, edge=None)
             fetch.arriving.append(handle)
 
@@ -318,15 +322,22 @@ class Fetches:
                 size = (request.num_vectors, stack.layout.dim)
                 out = self.scratch.take(("answer", i, peer, fetch.place), *size, buffer.dtype)
                 look_up(source, request, out)
-                sends.append((peer, out))
-                row_bytes = out.element_size() * out.shape[1]
-                self.record(fetch, "rows", peer, len(request.rows) * row_bytes)
-                self.record(fetch, "pooled", peer, request.num_pooled * row_bytes)
+                sends.append((peer, self._coded(out, request.num_pooled)))
+                for edge, part in (
+                    ("rows", out[: len(request.rows)]),
+                    ("pooled", out[len(request.rows) :]),
+                ):
+                    self.record(fetch, edge, peer, wire_bytes(part, self.codecs[edge]))
             handle = self._vectors[i].post(fetch.number, sends=sends, receives=(), edge=None)
             self.keep(fetch, handle)
             if i in fetch.relayed:
                 bounds = route.vector_bounds
                 look_up(source, requests[rank], buffer[bounds[rank] : bounds[rank + 1]])
+
+    def _coded(self, vectors: Tensor, num_sums: int) -> Tensor | Message:
+        """A message of rows and then sums of bags."""
+        others = len(vectors) - num_sums, self.codecs["pooled"]
+        return coded(vectors, self.codecs["rows"], others=others)
 
     def arrive(self, fetch: Fetch) -> None:
         """Wait for all vectors."""

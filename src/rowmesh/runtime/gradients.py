@@ -235,6 +235,7 @@ class SparseGradients:
             rows=rows,
             sums=sums,
             dtype=dtype,
+            codec=engine.codecs["hot gradients"],
         )
         first = sum(counts[: mesh.rank])
         return self._of_copies(number, found, total, slice(first, first + len(rows)))

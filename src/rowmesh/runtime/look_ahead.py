@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rowmesh.comm.codecs import coded, wire_bytes
 from rowmesh.comm.exchange import ChannelPool, Lane
 from rowmesh.comm.mesh import Mesh
 from rowmesh.errors import StepError
@@ -195,7 +196,7 @@ class LookAhead:
         return dict(zip(requests, parts, strict=True))
 
     def _send_clean(self, fetch: Fetch, number: int, late: dict[int, Tensor]) -> None:
-        home, sends = self._stacks[number].home, []
+        home, codec, sends = self._stacks[number].home, self._fetches.codecs["rows"], []
         for peer, mask in late.items():
             rows = fetch.asked[number][peer].rows[~mask]
             name = ("early", number, peer, fetch.place)
@@ -206,8 +207,8 @@ class LookAhead:
                 torch.index_select(home, 0, rows, out=out)
             else:
                 out.copy_(home.index_select(0, rows))
-            sends.append((peer, out))
-            self._fetches.record(fetch, "rows", peer, out.numel() * out.element_size())
+            sends.append((peer, coded(out, codec)))
+            self._fetches.record(fetch, "rows", peer, wire_bytes(out, codec))
             self.num_early += len(rows)
             self.num_late += len(mask) - len(rows)
         handle = self._rows[number].post(fetch.number, sends=sends, receives=(), edge=None)
@@ -230,7 +231,8 @@ class LookAhead:
                 first, first + len(mask), dtype=torch.int32, device=buffer.device
             )
             num_clean[peer] = count
-            receives.append((peer, buffer[first : first + count]))
+            codec = self._fetches.codecs["rows"]
+            receives.append((peer, coded(buffer[first : first + count], codec)))
         handle = self._rows[number].post(fetch.number, sends=(), receives=receives, edge=None)
         fetch.arriving.append(handle)
         moved = place.index_select(0, route.forward.positions)

@@ -16,6 +16,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from rowmesh.comm.codecs import Codecs, coded
 from rowmesh.comm.exchange import ChannelPool, Lane
 from rowmesh.comm.mesh import Mesh
 from rowmesh.nn.kernels import coalesce, run_starts
@@ -35,12 +36,19 @@ class Relay:
         mesh: All ranks make the same relays in one order.
         dtype: Of ids on the wire.
         pool: Of the collection.
+        codecs: Of the plan.
     """
 
     def __init__(
-        self, name: str, layout: StackLayout, mesh: Mesh, dtype: torch.dtype, pool: ChannelPool
+        self,
+        name: str,
+        layout: StackLayout,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        pool: ChannelPool,
+        codecs: Codecs,
     ) -> None:
-        self._layout, self._mesh, self._dtype = layout, mesh, dtype
+        self._layout, self._mesh, self._dtype, self._codecs = layout, mesh, dtype, codecs
         groups, shape = layout.groups, layout.groups.shape(mesh.topology)
         self._members = groups.members(groups.group(mesh.rank))  # host after host
         place = groups.place(mesh.rank)
@@ -150,10 +158,11 @@ class Relay:
         """Send the rows that relays want, receive those this rank wants."""
         rows = home.new_empty((bounds[-1], home.shape[1]))
         parts = [rows[begin:end] for begin, end in pairwise(bounds)]
+        codec = self._codecs["rows"]
         handle = self._rows.post(
             number,
-            sends=[(r, home.index_select(0, wanted[o])) for o, r in self._others],
-            receives=[(r, parts[o]) for o, r in self._others],
+            sends=[(r, coded(home.index_select(0, wanted[o]), codec)) for o, r in self._others],
+            receives=[(r, coded(parts[o], codec)) for o, r in self._others],
             edge="rows",
         )
         torch.index_select(home, 0, wanted[self._local], out=parts[self._local])
@@ -213,10 +222,13 @@ class Relay:
         buffer = grads.new_empty((begins[-1], grads.shape[1]))
         own = slice(begins[self._local], begins[self._local + 1])
         buffer[own] = sums[relayed.bounds[self._local] : relayed.bounds[self._local + 1]]
+        codec = self._codecs["backward"]
+        ours = [sums[first:last] for first, last in pairwise(relayed.bounds)]
+        theirs = [buffer[first:last] for first, last in pairwise(begins)]
         self._grads.post(
             ticket.number,
-            sends=[(r, sums[slice(*relayed.bounds[o : o + 2])]) for o, r in self._others],
-            receives=[(r, buffer[slice(*begins[o : o + 2])]) for o, r in self._others],
+            sends=[(r, coded(ours[o], codec)) for o, r in self._others],
+            receives=[(r, coded(theirs[o], codec)) for o, r in self._others],
             edge="backward",
         ).wait()
         at = [0] * self._mesh.world

@@ -5,6 +5,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from rowmesh.comm.codecs import Codecs, coded
 from rowmesh.comm.exchange import Channel
 from rowmesh.runtime.scratch import Scratch
 from rowmesh.runtime.stacks import StackLayout
@@ -20,6 +21,7 @@ def send_back(
     channels: tuple[Channel, Channel, Channel],
     layout: StackLayout,
     scratch: Scratch,
+    codecs: Codecs,
 ) -> None:
     """Post the gradients of stack ``number``: of home, of copied and of its hosts' copied rows.
 
@@ -33,6 +35,7 @@ def send_back(
         channels: For home rows, for copied rows, and for copies per host.
         layout: Of the stack.
         scratch: Keeps the buffers.
+        codecs: Of the plan; what this rank owns itself stays as it is.
     """
     route, asked = ticket.routes[number], ticket.asked[number]
     rank, peers = channels[0].wire.rank, channels[0].wire.peers()
@@ -61,10 +64,11 @@ def send_back(
         firsts = dict(zip(peers, accumulate((sizes[p] for p in peers), initial=at), strict=False))
         at += sum(sizes[p] for p in peers)
         firsts[rank] = begins[rank] if selected else own
+        codec, arrived = codecs[edge], {p: slice(firsts[p], firsts[p] + sizes[p]) for p in peers}
         handle = channel.post(
             ticket.number,
-            sends=[(p, vectors[begins[p] : ends[p]]) for p in peers],
-            receives=[(p, buffer[firsts[p] : firsts[p] + sizes[p]]) for p in peers],
+            sends=[(p, coded(vectors[begins[p] : ends[p]], codec)) for p in peers],
+            receives=[(p, coded(buffer[arrived[p]], codec)) for p in peers],
             edge=edge,
         )
         if not selected:

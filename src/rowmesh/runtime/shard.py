@@ -6,11 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rowmesh.comm.codecs import Codecs, make_codecs
 from rowmesh.comm.mesh import Mesh
 from rowmesh.errors import NotExecutable, PlanError, did_you_mean
 from rowmesh.nn.collections import EmbeddingBagCollection, EmbeddingCollection
 from rowmesh.nn.init import fill_initial_values
 from rowmesh.placement import Copies, Groups, Plan, TablePlan, hot_ids
+from rowmesh.placement.codecs import GRADIENT_EDGES, WIRE_CODECS, wire_form
 from rowmesh.placement.dense import bucket_elements
 from rowmesh.runtime.adopt import adopt_collections
 from rowmesh.runtime.copies import make_riders
@@ -81,17 +83,18 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
             f"the plan's dense buckets hold {sum(plan.dense)} elements, this model's "
             f"{sum(bucket_elements([p.numel() for p in trainable]))}: make a plan for this model"
         )
+    codecs = make_codecs(wire_form(plan))
     for path, _, configs in collections:
         module = model.get_submodule(path)
         assert isinstance(module, _Collection)
         plans = [plan.table(c.name) for c in configs]
         groups = [plan.groups(table) for table in plans]
-        module.engine = _make_engine(path, module, plans, groups, mesh, plan.span)
+        module.engine = _make_engine(path, module, plans, groups, mesh, plan.span, codecs)
     if mesh.world > 1:
         broadcast_dense([*dense, *model.buffers()], mesh)
     engines = sharded_engines(model)
     own, riders = ([r for e in engines for r in make_riders(e, sums)] for sums in DENSE_SUMS)
-    buckets = DenseBuckets(trainable, mesh, plan.span, riders=riders, own=own)
+    buckets = DenseBuckets(trainable, mesh, plan.span, riders=riders, own=own, codecs=codecs)
     model._rowmesh_dense = buckets  # type: ignore[assignment]
     model._rowmesh_plan = plan  # type: ignore[assignment]
     return model
@@ -101,7 +104,7 @@ def check_executable(plan: Plan) -> None:
     """Say which settings of a valid plan this version does not run."""
     wanted = [
         (bool(plan.towers), "towers"),
-        (any(c.stack != ("fp32",) for c in plan.codecs), "codecs other than fp32"),
+        *_unknown_codecs(plan),
     ]
     for table in plan.tables:
         for _, rows in table.hot:
@@ -116,8 +119,23 @@ def check_executable(plan: Plan) -> None:
             raise NotExecutable(
                 f"the plan is valid, but this version does not run {what}; it runs all splits of "
                 f"tables, copies of tables or hot rows on every rank, and copies of hot rows on "
-                f"every host, in ram"
+                f"every host, in ram, with codecs fp32, fp16, bf16 and int8"
             )
+
+
+def _unknown_codecs(plan: Plan) -> list[tuple[bool, str]]:
+    edges = [codec.edge for codec in plan.codecs]
+    found = []
+    for codec in plan.codecs:
+        where = f" on edge {codec.edge!r}"
+        single = len(codec.stack) == 1 and codec.stack[0] in WIRE_CODECS
+        is_known = codec.edge in ("rows", "pooled", *GRADIENT_EDGES)
+        found += [
+            (not single, f"codec {'+'.join(codec.stack)}{where}"),
+            (not is_known and codec.stack != ("fp32",), f"codecs{where}"),
+            (edges.count(codec.edge) > 1, f"two codecs{where}"),
+        ]
+    return found
 
 
 def _check_tables(plan: Plan, collections: Sequence[tuple[str, Any, list[TableConfig]]]) -> None:
@@ -155,6 +173,7 @@ def _make_engine(
     groups: Sequence[Groups],
     mesh: Mesh,
     span: int,
+    codecs: Codecs,
 ) -> ShardedEngine:
     layouts = lay_out(
         plans, groups, module.readers, topology=mesh.topology, rank=mesh.rank, device=mesh.device
@@ -181,6 +200,7 @@ def _make_engine(
         stacks=stacks,
         mesh=mesh,
         span=span,
+        codecs=codecs,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rowmesh.comm.codecs import Codec, Message, coded, settle
 from rowmesh.comm.exchange import Channel, Lane
 from rowmesh.nn.kernels import coalesce
 from rowmesh.runtime.embeddings import ShardedEngine
@@ -66,8 +67,9 @@ def spread(
     rows: Tensor,
     sums: Tensor,
     dtype: torch.dtype,
+    codec: Codec,
 ) -> tuple[Tensor, Tensor]:
-    """Send this rank's sums to ``ranks``, and put theirs in order.
+    """Send this rank's sums to ``ranks``, and put theirs in order; all have the same bits of all.
 
     Args:
         channels: For rows and for sums.
@@ -78,6 +80,7 @@ def spread(
         rows: Those of this rank, from the first of its own.
         sums: Of ``rows``.
         dtype: Of ids on the wire.
+        codec: Of sums.
 
     Returns:
         All rows, ascending, and their sums.
@@ -96,6 +99,10 @@ def spread(
     parts = total.split(list(counts))
     parts[me].copy_(sums)
     others = [(i, r) for i, r in enumerate(ranks) if i != me]
+    parcels = [coded(part, codec) for part in parts]
+    if others:
+        settle(parcels[me])
+    kinds: list[Sequence[Tensor | Message]] = [words, parcels]
     handles = [
         channel.post(
             sequence,
@@ -103,7 +110,7 @@ def spread(
             receives=[(r, theirs[i]) for i, r in others],
             edge="hot gradients",
         )
-        for channel, theirs in zip(channels, (words, parts), strict=True)
+        for channel, theirs in zip(channels, kinds, strict=True)
     ]
     for handle in handles:
         handle.wait()
@@ -235,6 +242,10 @@ class HostSums:
         buffer = part[1].new_empty((sum(counts), part[1].shape[1]))
         arrived = buffer.split(list(counts))
         arrived[self._host].copy_(grads[self._host])
+        codec = self._engine.codecs["hot gradients"]
+        sent, found = ([coded(part, codec) for part in parts] for parts in (grads, arrived))
+        kinds: list[tuple[Sequence[Tensor | Message], Sequence[Tensor | Message]]]
+        kinds = [(sets, words), (sent, found)]
         handles = [
             channel.post(
                 sequence,
@@ -242,14 +253,12 @@ class HostSums:
                 receives=[(r, theirs[h]) for h, r in self._others()],
                 edge="hot gradients",
             )
-            for channel, ours, theirs in zip(
-                self._parts[k], (sets, grads), (words, arrived), strict=True
-            )
+            for channel, (ours, theirs) in zip(self._parts[k], kinds, strict=True)
         ]
         for handle in handles:
             handle.wait()
-        found = [decode_set(w, n, ranges[self._host]) for w, n in zip(words, counts, strict=True)]
-        return coalesce(torch.cat(found), buffer)
+        slots = [decode_set(w, n, ranges[self._host]) for w, n in zip(words, counts, strict=True)]
+        return coalesce(torch.cat(slots), buffer)
 
     def _layout(self, k: int) -> StackLayout:
         return self._engine.stacks[self._stacks[k]].layout
@@ -268,6 +277,7 @@ class HostSums:
             rows=rows,
             sums=sums,
             dtype=engine.id_dtype,
+            codec=engine.codecs["hot gradients"],
         )
         first = sum(counts[: self._host])
         slots = found + layout.home_slots[engine.mesh.rank]

@@ -106,7 +106,10 @@ def verify(
         All ranks. The oracle holds the whole model in rank 0's memory.
     """
     if plan.exactness not in (Exactness.E0, Exactness.E1, Exactness.E2):
-        raise PlanError(f"verify compares E0, E1 and E2 plans; this one is {plan.exactness}")
+        raise PlanError(
+            f"verify compares E0, E1 and E2 plans; this one is {plan.exactness}: leave out its "
+            f"codecs and towers"
+        )
     model = shard(make_model(), plan, mesh)
     optimizer = Optimizer(model, dense=dense, sparse=sparse)
     losses = []

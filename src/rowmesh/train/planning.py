@@ -11,9 +11,11 @@ from rowmesh.cost import load_calibration
 from rowmesh.data import ItemSequences, Source, SyntheticClicks, SyntheticSequences
 from rowmesh.errors import InputError, PlanError
 from rowmesh.placement import Plan, load_plan
+from rowmesh.placement.codecs import parse_codecs
 from rowmesh.planners import (
     Constraints,
     make_plan,
+    parse_allow,
     parse_depth,
     parse_groups,
     parse_layout,
@@ -55,6 +57,9 @@ class PlanConfig:
             steps), weights:4:dense, moments-first:4.
         depth: Batches begun at a time, from 1 to 8, or auto: above 1 messages travel ahead of
             their forward, and bits stay as they are.
+        codecs: How vectors and gradients travel: fp32, or lossy fp16, bf16, int8, or as in
+            forward=fp16,backward=bf16; as for `make_plan`.
+        allow: exact, or lossy: then codecs are taken where they pay.
         refresh: Steps after which hot rows are chosen again from the last 32 batches of rank 0,
             and moved; None leaves them as planned.
         batches: Batches of rank 0 whose accesses are counted; 0 assumes Zipf ids. With hot rows
@@ -66,7 +71,7 @@ class PlanConfig:
             uses its speeds, and the run prints how long a step should take.
 
     Raises:
-        InputError: If a number is out of range, or a word of groups is unknown.
+        InputError: If a number is out of range, or a word of groups or codecs is unknown.
     """
 
     split: str = "auto"
@@ -78,6 +83,8 @@ class PlanConfig:
     layout: str = "auto"
     sync: str = "gradients"
     depth: int | str = "auto"
+    codecs: str = "fp32"
+    allow: str = "exact"
     refresh: int | None = None
     batches: int = 4
     profile: str | None = None
@@ -90,6 +97,8 @@ class PlanConfig:
             ("layout", parse_layout),
             ("sync", parse_sync),
             ("depth", parse_depth),
+            ("codecs", parse_codecs),
+            ("allow", parse_allow),
         ):
             try:
                 parse(getattr(self, name))
@@ -190,6 +199,8 @@ def _make(
         layout=config.layout,
         sync=parse_sync(config.sync),
         depth=config.depth,
+        codecs=config.codecs,
+        allow_lossy=parse_allow(config.allow),
     )
 
 
