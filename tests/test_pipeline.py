@@ -272,6 +272,7 @@ def dies(mesh: Mesh, case: Case) -> None:
         train(mesh, model, opt, [batch])
 
 
+@pytest.mark.nightly
 def test_an_exception_in_the_loop_of_one_rank_reaches_the_other() -> None:
     with pytest.raises(RankError, match="no such thing"):
         run_on_ranks(2, dies, make_case(depth=3))
