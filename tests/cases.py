@@ -551,7 +551,7 @@ def cases(
     sizes = [t.rows for c in collections for t in c.tables for _ in range(t.features)]
     accumulate = draw(st.sampled_from([1, 1, 2]))
     steps = []
-    for _ in range(draw(st.integers(1, 4))):
+    for _ in range(draw(st.integers(1, 3))):
         ranks = []
         for _ in range(world):
             num_samples = draw(st.integers(0, 4))

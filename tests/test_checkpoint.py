@@ -174,7 +174,7 @@ def variants(draw: st.DrawFn, base: Case, world: int) -> Case:
     )
 
 
-@settings(SUITE, max_examples=7, phases=[Phase.generate])  # shrinking takes minutes
+@settings(SUITE, max_examples=5, phases=[Phase.generate])  # shrinking takes minutes
 @given(data=st.data())
 def test_loads_under_every_plan_and_world(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

@@ -38,7 +38,7 @@ from tests.test_mutations import make_case
 # 11 bits, bf16 8, int8 7 of the row's largest.
 TOLERANCE = {"fp16": 2e-3, "bf16": 1.5e-2, "int8": 2e-2}
 NAMES = ["fp32", *TOLERANCE]
-FEW = settings(SUITE, max_examples=12)
+FEW = settings(SUITE, max_examples=6)
 
 
 @st.composite
@@ -93,7 +93,7 @@ def test_copies_are_the_same_on_all_ranks_and_bytes_as_predicted(
 
 
 @pytest.mark.parametrize("mode", ["gradients", "weights"])
-@settings(FEW, max_examples=6)
+@settings(FEW, max_examples=4)
 @given(data=st.data())
 def test_so_they_are_with_shard_groups(mode: str, data: st.DataObject) -> None:
     case = replace(data.draw(grouped(world=4, mode=mode)), codecs=data.draw(mixes()))

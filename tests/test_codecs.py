@@ -29,7 +29,7 @@ from rowmesh.placement.codecs import (
 
 EDGES = ("rows", "pooled", *GRADIENT_EDGES)
 LOSSY = [(name, edge) for name in WIRE_CODECS[1:] for edge in ("rows", "backward")]
-FEW = settings(derandomize=True, deadline=None, max_examples=60)
+FEW = settings(derandomize=True, deadline=None, max_examples=30)
 
 
 def codec_of(name: str, edge: str = "backward") -> Codec:

@@ -26,7 +26,7 @@ from rowmesh.runtime import routes
 from rowmesh.runtime.stacks import StackLayout, lay_out
 from tests.cases import Case, cases, configs
 
-LAW = settings(derandomize=True, deadline=None, max_examples=60)
+LAW = settings(derandomize=True, deadline=None, max_examples=30)
 SEEDS = st.integers(0, 2**31)
 DIMS = [1, 3, 8, 13, 64, 130]
 INTEGERS = [torch.int32, torch.int64]
