@@ -46,7 +46,7 @@ def _theirs(name: str, *flags: str, role: str = "theirs") -> Entry:
     return Entry(role=role, name=name, flags=(*flags, "--pipeline", "sparse_dist"))
 
 
-OURS_LOSSY: tuple[Entry, ...] = ()  # rowmesh has no codec yet
+OURS_LOSSY: tuple[Entry, ...] = ()  # its codecs do not take part yet
 THEIRS = (
     _theirs("table-wise", "--sharding", "table_wise"),
     _theirs("planner", "--sharding", "planner"),
