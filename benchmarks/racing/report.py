@@ -27,7 +27,7 @@ round is left out. Ranks of all hosts share this machine's cores: compare within
   without knowing the ids: rows placed to suit these batches would send less, and so might a home
   that moves, a bag half pooled and half rows, and lossy numbers, all outside this floor.
 """
-NO_CODEC = "No lossy setting of rowmesh took part: its exact one is compared with TorchRec's lossy one."
+NO_CODEC = "Here is no lossy setting of rowmesh: its exact one is beside TorchRec's lossy one."
 
 
 def write_report(results: list[dict[str, Any]], out: Path) -> None:
