@@ -3,6 +3,7 @@
 Other labs may live on this machine, so tests only ever look at what carries their own tag.
 """
 
+import functools
 import json
 import os
 import signal
@@ -476,7 +477,9 @@ def test_a_lab_leaves_signals_as_they_were_and_a_fork_leaves_the_lab(
 
 def start_launcher() -> tuple["subprocess.Popen[str]", Tag]:
     words = [sys.executable, str(SCRIPTS / "lab_launcher.py")]
-    launcher = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    # a background job ignores SIGINT, and so would what it starts
+    heeds = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    launcher = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, preexec_fn=heeds)
     assert launcher.stdout is not None
     tag = Tag.parse(launcher.stdout.readline())
     assert tag is not None
@@ -490,7 +493,11 @@ def test_a_signal_to_the_launcher_removes_the_lab(number: signal.Signals) -> Non
     with launcher:
         assert len(processes_of(tag)) == 4
         launcher.send_signal(number)
-        code = launcher.wait(timeout=20)
+        try:
+            code = launcher.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            launcher.kill()  # leaving the block would wait for it
+            raise
     assert code == (-number if number == signal.SIGINT else 128 + number)
     assert is_gone(tag)
 
