@@ -124,11 +124,9 @@ class DCN(nn.Module):
 
     def logits(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
         """``[B]``: log-odds that the label is 1."""
+        # Before the lookup: rows arrive meanwhile, and in backward its gradients leave first.
+        dense = self.dense_arch(dense_features)
         pooled = self.embedding_bag_collection(sparse_features)
-        return self.dense_logits(dense_features, ordered_values(pooled, self.feature_names))
-
-    def dense_logits(self, dense_features: Tensor, pooled: Tensor) -> Tensor:
-        """``[B]``: `logits` from looked-up vectors, side by side in table order."""
-        x0 = torch.cat((self.dense_arch(dense_features), pooled), dim=1)
+        x0 = torch.cat((dense, ordered_values(pooled, self.feature_names)), dim=1)
         logits: Tensor = self.over_arch(self.crossnet(x0)).squeeze(1)
         return logits

@@ -88,11 +88,9 @@ class DLRM(nn.Module):
 
     def logits(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
         """``[B]``: log-odds that the label is 1."""
+        # Before the lookup: rows arrive meanwhile, and in backward its gradients leave first.
+        dense = self.dense_arch(dense_features)
         pooled = self.embedding_bag_collection(sparse_features)
-        return self.dense_logits(dense_features, ordered_values(pooled, self.feature_names))
-
-    def dense_logits(self, dense_features: Tensor, pooled: Tensor) -> Tensor:
-        """``[B]``: `logits` from looked-up vectors ``[B, F * D]`` in table order."""
-        x = self.interaction(self.dense_arch(dense_features), pooled)
+        x = self.interaction(dense, ordered_values(pooled, self.feature_names))
         logits: Tensor = self.over_arch(x).squeeze(1)
         return logits
