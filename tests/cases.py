@@ -66,6 +66,7 @@ class Table:
     dtype: str = "fp32"
     exchange: str = "rows"
     dedup: bool = True
+    merged: bool = False
     shards: int = 16
     trainable: bool = True
     hot: tuple[int, ...] = ()
@@ -164,6 +165,7 @@ class Case:
                         tiers=tuple(tiers),
                         exchange=Exchange(table.exchange),
                         dedup=table.dedup,
+                        merged=table.merged,
                         trainable=table.trainable,
                         weighted=collection.kind == "weighted",
                         group=table.group,
@@ -435,13 +437,17 @@ def tables(
     if pooled_ok:
         exchange = draw(st.sampled_from(["rows", "pooled"]))
     placed = replace(placed, rows=rows, exchange=exchange)
+    can_merge = bool(placed.ranks) and exchange == "rows" and 1 < shape.local == local
+    can_merge &= shape.hosts > 1 and (groups.count == 1 or whole_hosts)
+    merged = can_merge and draw(st.booleans())
     return replace(
         placed,
         **draw(tiers(placed, local, groups.count == 1 or whole_hosts)),
         features=draw(st.integers(1, 2)),
         mean=kind == "bags" and draw(st.booleans()),
         dtype=draw(st.sampled_from(["fp32", "fp32", "fp32", "fp16", "bf16"])) if exact else "fp32",
-        dedup=draw(st.booleans()),
+        dedup=merged or draw(st.booleans()),
+        merged=merged,
         shards=draw(st.sampled_from([4, 5, 16, 256])),
         trainable=draw(st.integers(0, 7)) > 0,
     )
@@ -489,7 +495,7 @@ def grouped(draw: st.DrawFn, *, world: int, mode: str) -> Case:
             for c in collections
         )
     every = [t for c in (*collections, *later) for t in c.tables]
-    needs_hosts = 1 < case.hosts < world and any(t.per_host for t in every)
+    needs_hosts = 1 < case.hosts < world and any(t.per_host or t.merged for t in every)
     rules = ["sgd", "rowwise", "scaled"] if mode == "moments-first" else sorted(RULES)
     period = 1 if mode == "gradients" else draw(st.integers(1, 3))
     form = "sparse" if mode == "gradients" else draw(st.sampled_from(["sparse", "dense"]))
@@ -511,9 +517,15 @@ def _by_host(table: Table, case: Case, layout: str) -> bool:
 
 @st.composite
 def cases(
-    draw: st.DrawFn, *, world: int, exact: bool = True, hosts: int = 0, place: str | None = None
+    draw: st.DrawFn,
+    *,
+    world: int,
+    exact: bool = True,
+    hosts: int = 0,
+    place: str | None = None,
+    merged: bool = False,
 ) -> Case:
-    """Any case; or on so many hosts, its first table split as ``place`` says."""
+    """Any case; or on so many hosts, its first table split as ``place`` says, or ``merged``."""
     kinds = draw(
         st.lists(st.sampled_from(["bags", "weighted", "sequence"]), min_size=1, max_size=2)
     )
@@ -540,10 +552,20 @@ def cases(
             dtype="fp32",
             hot=(),
             per_host=(),
+            merged=False,
         )
         collections = (Collection(kind="bags", tables=(split, *collections[0].tables[1:])),)
     if place is not None:
         first = draw(tables(world, hosts, kinds[0], exact, place))
+        collections = (
+            replace(collections[0], tables=(first, *collections[0].tables[1:])),
+            *collections[1:],
+        )
+    if merged:
+        first = collections[0].tables[0]
+        ranks = first.ranks or (draw(st.integers(0, world - 1)),)
+        first = replace(first, ranks=ranks, exchange="rows", dedup=True, merged=True, sums="sparse")
+        first = replace(first, **draw(tiers(first, world // hosts)))
         collections = (
             replace(collections[0], tables=(first, *collections[0].tables[1:])),
             *collections[1:],
@@ -565,7 +587,7 @@ def cases(
         )
     trees = ["flat", "host-first"]
     every = [t for c in (*collections, *later) for t in c.tables]
-    if 1 < hosts < world and any(t.per_host for t in every):
+    if 1 < hosts < world and any(t.per_host or t.merged for t in every):
         trees = ["host-first"]
     return Case(
         world=world,

@@ -147,6 +147,19 @@ def test_shard_groups_equal_their_oracle_bitwise(
     check(data.draw(grouped(world=world, mode=mode)), tolerance=0.0)
 
 
+@SUITE
+@given(data=st.data())
+def test_merged_requests_equal_the_oracle_bitwise(data: st.DataObject) -> None:
+    check(data.draw(cases(world=4, hosts=2, merged=True)), tolerance=0.0)
+
+
+@pytest.mark.nightly
+@NIGHTLY
+@given(data=st.data())
+def test_many_more_merged_requests(data: st.DataObject) -> None:
+    check(data.draw(cases(world=4, hosts=2, merged=True)), tolerance=0.0)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("world", [2, 3, 4])

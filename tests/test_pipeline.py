@@ -13,8 +13,8 @@ import rowmesh as rm
 from rowmesh.comm.mesh import Mesh
 from rowmesh.errors import InputError, StepError
 from rowmesh.runtime.embeddings import sharded_engines
-from rowmesh.runtime.look_ahead import pack_bits, unpack_bits
 from rowmesh.runtime.pipeline import _features_of
+from rowmesh.runtime.sets import pack_bits, unpack_bits
 from tests.cases import DENSE, RULES, Case, Collection, Model, Table
 from tests.ranks import RankError, run_on_ranks
 

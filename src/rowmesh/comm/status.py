@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from torch.distributed.distributed_c10d import Store
 
-from rowmesh.errors import PeerError
+from rowmesh.errors import InputError, PeerError, RowmeshError, StepError
 
 __all__ = ["Bulletin", "sentence_of"]
 
@@ -31,15 +31,18 @@ class Bulletin:
         self._store, self._rank = store, rank
         self.is_explaining = False
 
-    def post_input_error(self, key: str, sentence: str) -> None:
+    def post_input_error(self, key: str, error: RowmeshError) -> None:
         """Leave this rank's complaint about its input at step ``key``."""
         if self._store is not None:
-            self._store.set(f"input/{key}/{self._rank}", sentence)
+            self._store.set(f"input/{key}/{self._rank}", f"{type(error).__name__}|{error}")
 
-    def read_input_error(self, key: str, rank: int) -> str:
-        """What ``rank`` left with `post_input_error`."""
+    def input_error(self, key: str, rank: int) -> RowmeshError:
+        """What ``rank`` left with `post_input_error`, as the error that all ranks raise."""
         assert self._store is not None
-        return str(self._store.get(f"input/{key}/{rank}").decode())
+        left = self._store.get(f"input/{key}/{rank}").decode()
+        name, _, sentence = left.partition("|")
+        kind = StepError if name == StepError.__name__ else InputError
+        return kind(f"rank {rank}: {sentence}")
 
     def publish(self, sentence: str) -> str:
         """Make ``sentence`` the cause all ranks report, unless one was published before.

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from rowmesh.cost.merged import add_merged
 from rowmesh.cost.pieces import (
     Piece,
     Traffic,
@@ -102,9 +103,9 @@ def _collection(
 ) -> None:
     batches, topology = steps[-1], plan.mesh.topology
     apart = any(tier.copies is Copies.HOST for table in tables for tier in table.tiers)
-    form = wire_form(plan)
+    form, merges = wire_form(plan), any(table.merged for table in tables)
     pieces = [
-        replace(piece, apart=apart, form=form)
+        replace(piece, apart=apart, merges=merges, form=form)
         for table in tables
         for piece in pieces_of(table, plan.groups(table))
     ]
@@ -120,7 +121,7 @@ def _collection(
             mine = [batches[rank] for rank in ranks]
             _group(inside, members, mine, id_bytes, groups.shape(topology))
             if plan.depth > 1 and not members[0].table.is_relayed:
-                _look_ahead_bits(inside, members[0].wire_bytes("rows"))
+                _look_ahead_bits(inside, members, groups.shape(topology))
             for (edge, source, target), num_bytes in inside.items():
                 traffic[edge, ranks[source], ranks[target]] += num_bytes
         copies = [c for piece in members for c in copies_of(piece) if c.sums == "sparse"]
@@ -142,8 +143,11 @@ def _group(
 ) -> None:
     """What pieces of one stack send inside one shard group of ``shape``, from place to place."""
     table = members[0].table
+    if any(piece.table.merged for piece in members):
+        add_merged(traffic, members, batches, id_bytes, shape)
     for piece in members:
-        for place, batch in enumerate(() if is_copied(piece.table) else batches):
+        is_direct = not (is_copied(piece.table) or piece.table.merged)
+        for place, batch in enumerate(batches if is_direct else ()):
             if table.is_relayed:
                 _relayed_piece(traffic, piece, batch, place, id_bytes, shape.local)
             else:
@@ -159,10 +163,13 @@ def _group(
         add_host_sums(traffic, per_host, batches, id_bytes, shape)
 
 
-def _look_ahead_bits(traffic: Traffic, row_bytes: int) -> None:
+def _look_ahead_bits(traffic: Traffic, members: Sequence[Piece], shape: Topology) -> None:
     """A bit from the owner for every row that is asked of a stack, in whole bytes."""
+    piece = next((p for p in members if p.table.merged), members[0])
     for (edge, owner, rank), num_bytes in list(traffic.items()):
         if edge == "rows":
+            is_beside = shape.host(owner) == shape.host(rank)
+            row_bytes = (piece.inside_bytes if is_beside else piece.wire_bytes)(edge)
             traffic["look-ahead bits", owner, rank] += -(-(num_bytes // row_bytes) // 8)
 
 
@@ -173,20 +180,22 @@ def _to_all(traffic: Traffic, edge: str, ranks: Sequence[int], num_bytes: int) -
 
 
 def _most_slots(pieces: Sequence[Piece], topology: Topology) -> int:
-    """Slots that one rank can be asked for: its own, or as a relay those of its host."""
+    """Slots that one rank can be asked for: its own, its host's as a relay, or its peers'."""
     topology = pieces[0].groups.shape(topology)
-    slots = [0] * topology.world
+    homes, copies = np.zeros((2, topology.hosts, topology.local), dtype=np.int64)
     for piece in pieces:
         if not is_copied(piece.table):
-            homes = piece.table.homes()
+            slots = piece.table.homes()
             for owner, rank in enumerate(piece.ranks):
-                slots[rank] += homes.num_slots(owner)
+                homes[topology.host(rank), rank % topology.local] += slots.num_slots(owner)
             for copy in host_copies_of(piece):
                 held = copy.holders(copy.rows, topology)
-                for rank in range(topology.world):
-                    slots[rank] += int((held == rank % topology.local).sum())
-    size = topology.local if pieces[0].table.is_relayed else 1
-    return max(sum(slots[r : r + size]) for r in range(0, len(slots), size))
+                copies += np.bincount(held, minlength=topology.local)
+    if pieces[0].table.is_relayed:
+        homes = homes.sum(1, keepdims=True)
+    if any(piece.table.merged for piece in pieces):
+        homes = homes.sum(0, keepdims=True)
+    return int((homes + copies).max())
 
 
 def _home_piece(

@@ -1,7 +1,7 @@
 """Pieces of tables, their copies, and what a batch asks of them: what `predict` counts with."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,7 @@ class Piece:
     width: int
     ranks: tuple[int, ...]
     apart: bool = False  # bags that owners pool have stacks of their own
+    merges: bool = False  # some table of the collection is merged: copied ones travel with it
     form: WireForm = EXACT
 
     @property
@@ -50,11 +51,17 @@ class Piece:
         pooled = table.exchange is Exchange.POOLED and not is_copied(table)
         widened = table.data_type != "fp32" and pooled
         form = (table.data_type, table.trainable, widened, table.is_relayed, self.apart and pooled)
-        return self.groups.size, self.width, table.embedding_dim, *form
+        merged = table.merged or (self.merges and is_copied(table))
+        return self.groups.size, self.width, table.embedding_dim, *form, merged
 
     @property
     def row_bytes(self) -> int:
         return self.width * self.table.row_bytes // self.table.embedding_dim
+
+    def inside_bytes(self, edge: str) -> int:
+        """As `wire_bytes`, between ranks of a host: merged tables have no codecs there."""
+        form = EXACT if self.table.merged else self.form
+        return replace(self, form=form).wire_bytes(edge)
 
     def wire_bytes(self, edge: str) -> int:
         """Of a vector on an edge; rows of 16-bit tables travel as they are."""

@@ -50,9 +50,9 @@ def add_host_rows(
         for local in range(topology.local):
             count, holder = int((held == local).sum()), rank - rank % topology.local + local
             traffic["ids", rank, holder] += count * id_bytes
-            traffic["rows", holder, rank] += count * copy.piece.wire_bytes("rows")
+            traffic["rows", holder, rank] += count * copy.piece.inside_bytes("rows")
             if copy.piece.table.trainable:
-                traffic["backward", rank, holder] += count * copy.piece.wire_bytes("backward")
+                traffic["backward", rank, holder] += count * copy.piece.inside_bytes("backward")
 
 
 def add_host_sums(

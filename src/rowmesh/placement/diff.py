@@ -123,6 +123,7 @@ def _describe(table: TablePlan) -> dict[str, str]:
         "ranks": "; ".join(_ranks(tier.ranks) for tier in tiers),
         "exchange": table.exchange.value,
         "dedup": str(table.dedup).lower(),
+        "merged": str(table.merged).lower(),
         "store": ", ".join(tier.store for tier in tiers),
         "sums": ", ".join(tier.sums for tier in tiers),
         "hot rows": ", ".join("rest" if t.rows == "rest" else t.rows.sha256 for t in tiers),

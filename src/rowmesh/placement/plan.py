@@ -148,7 +148,9 @@ class TablePlan:
     """One table: what it is, and its tiers.
 
     ``virtual_shards`` (S) is fixed when the table is created and never changes with the plan.
-    ``group`` is the size of its shard groups, None for that of the mesh.
+    ``group`` is the size of its shard groups, None for that of the mesh. ``merged``: what the ranks
+    of a host ask of other hosts is merged before it crosses, and the gradients are added up before
+    they go back (`rowmesh.runtime.merges`).
     ``why`` is the planner's reason; plans that differ in it alone are equal.
     """
 
@@ -163,6 +165,7 @@ class TablePlan:
     tiers: tuple[Tier, ...]
     exchange: Exchange = Exchange.ROWS
     dedup: bool = True
+    merged: bool = False
     trainable: bool = True
     weighted: bool = False
     tower: str | None = None

@@ -130,6 +130,30 @@ def _check_table(plan: Plan, table: TablePlan) -> None:
         _check_tier(plan, table, tier, where)
     if table.hot:
         _check_hot(table, where)
+    if table.merged:
+        _check_merged(plan, table, where)
+
+
+def _check_merged(plan: Plan, table: TablePlan, where: str) -> None:
+    if table.exchange is Exchange.POOLED or not table.dedup or table.rest.copies is Copies.WORLD:
+        raise PlanError(
+            f"{where}: merged requests are for distinct rows: its exchange must be 'rows', with "
+            f"dedup, and its rows on some ranks, not on all"
+        )
+    groups = plan.groups(table)
+    shape = groups.shape(plan.mesh.topology)
+    whole = groups.count == 1 or (groups.layout == "contiguous" and not groups.size % shape.local)
+    if not whole or shape.local != plan.mesh.local or shape.hosts == 1 or shape.local == 1:
+        raise PlanError(
+            f"{where}: requests are merged on hosts of several ranks, in shard groups of several "
+            f"whole hosts next to each other; here are {groups.layout} groups of {groups.size} "
+            f"ranks on {plan.mesh.hosts} hosts x {plan.mesh.local}"
+        )
+    if plan.tree == "flat":
+        raise PlanError(
+            f"{where}: gradients of merged requests are added up inside a host first: the plan's "
+            f"tree must be 'host-first', not 'flat'"
+        )
 
 
 def _check_hot(table: TablePlan, where: str) -> None:

@@ -30,6 +30,8 @@ def _row(plan: Plan, table: TablePlan, world: int) -> str:
     travels = "none" if local else table.exchange.value
     if not local and table.exchange.value == "rows" and not table.dedup:
         travels += " no dedup"
+    if table.merged:
+        travels += " merged"
     return (
         f"{name:<24} {table.num_embeddings:>13,} {table.embedding_dim:>5} "
         f"{table.data_type:>4}  {word:<24} {travels:<12} "

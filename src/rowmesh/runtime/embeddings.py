@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from rowmesh.comm.codecs import PLAIN, Codecs
 from rowmesh.comm.exchange import ChannelPool, Lane
 from rowmesh.comm.mesh import Mesh
-from rowmesh.errors import InputError, RowmeshError, StepError
+from rowmesh.errors import RowmeshError, StepError
 from rowmesh.features import KeyedJaggedTensor
 from rowmesh.nn.bags import Reader, as_features, check_ids, flatten
 from rowmesh.nn.collections import Piece
 from rowmesh.runtime.copies import CopyRider
-from rowmesh.runtime.fetches import BAD_INPUT, LAST_BATCH, TRAINING, Fetch, Fetches
+from rowmesh.runtime.fetch import BAD_INPUT, LAST_BATCH, TRAINING, Fetch
+from rowmesh.runtime.fetches import Fetches
 from rowmesh.runtime.look_ahead import LookAhead, version_of
 from rowmesh.runtime.lookup import Lookup
 from rowmesh.runtime.outputs import join_columns
@@ -130,9 +131,8 @@ class ShardedEngine:
             All ranks; in a training forward (gradients enabled, a trainable table) all again in
             backward.
         """
-        self._num_trained += torch.is_grad_enabled()
-        phase, fetches = self.mesh.trace.phase, self.fetches
-        training = torch.is_grad_enabled()
+        phase, fetches, training = self.mesh.trace.phase, self.fetches, torch.is_grad_enabled()
+        self._num_trained += training
         if training and self.look_ahead.begun:
             self._check_used()
         fetch = self.look_ahead.take(features, training=training)
@@ -211,7 +211,7 @@ class ShardedEngine:
             if self.replicas is not None:
                 self.replicas.wait()
             for ticket in unmarked:
-                self.look_ahead.mark(ticket.number, ticket.asked)
+                self.look_ahead.mark(ticket.number, ticket.asked, ticket.merged)
                 ticket.is_marked = True
             self.look_ahead.send_early(fetch)
 
@@ -274,6 +274,7 @@ class ShardedEngine:
                 routes=routes,
                 asked=fetch.asked,
                 relayed=fetch.relayed,
+                merged=fetch.merged,
                 is_marked=fetch.under_way is not None,
             )
             self.tickets.append(ticket)
@@ -309,10 +310,12 @@ class ShardedEngine:
             num_syncs=num_syncs,
         )
         if error is not None:
-            key = f"{self.path}/{fetch.number}"
-            self.mesh.bulletin.post_input_error(key, f"{type(error).__name__}|{error}")
+            self.mesh.bulletin.post_input_error(self._key(fetch), error)
         self.fetches.tell(fetch)
         return fetch
+
+    def _key(self, fetch: Fetch) -> str:
+        return f"{self.path}/{fetch.number}"
 
     def _check_used(self) -> None:
         """Raise if gradients of an earlier backward wait for a step."""
@@ -346,7 +349,9 @@ class ShardedEngine:
         """Raise what all ranks raise, if a batch of any is wrong; take note of its counts."""
         counts = fetch.counts
         if bad := fetch.bad_ranks:
-            self._raise(f"{self.path}/{fetch.number}", bad[0], fetch.error)
+            if self.mesh.world == 1 and fetch.error is not None:
+                raise fetch.error
+            raise self.mesh.bulletin.input_error(self._key(fetch), bad[0])
         training = [rank for rank, row in enumerate(counts) if row[0] & TRAINING]
         if 0 < len(training) < len(counts):
             raise StepError(
@@ -360,15 +365,6 @@ class ShardedEngine:
             num_forwards=self._num_trained,
         )
 
-    def _raise(self, key: str, rank: int, error: RowmeshError | None) -> None:
-        """Raise the complaint of ``rank``, the same on all ranks."""
-        if self.mesh.world == 1:
-            assert error is not None
-            raise error
-        name, _, sentence = self.mesh.bulletin.read_input_error(key, rank).partition("|")
-        kind = StepError if name == StepError.__name__ else InputError
-        raise kind(f"rank {rank}: {sentence}")
-
     def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor]) -> None:
         """Send the gradient of every vector to its owner, of every copied row to its sum owner.
 
@@ -379,10 +375,10 @@ class ShardedEngine:
             raise StepError(
                 "backward ran twice through one forward: add the losses and call backward once"
             )
-        for i, (stack, grad) in enumerate(zip(self.stacks, grads, strict=True)):
+        channels = zip(self._backward, self._copied, self._shared, strict=True)
+        for i, (stack, grad, used) in enumerate(zip(self.stacks, grads, channels, strict=True)):
             if stack.layout.trainable:  # frozen tables send nothing back
-                channels = (self._backward[i], self._copied[i], self._shared[i])
-                given = grad.contiguous(), channels, stack.layout, self._scratch, self.codecs
+                given = grad.contiguous(), used, stack.layout, self._scratch, self.codecs
                 send_back(ticket, i, *given)
             else:
                 for arrivals in (ticket.home, ticket.copied, ticket.shared):

@@ -6,114 +6,26 @@ A forward runs all stages, or takes a fetch that was begun ahead of it: then ano
 the stages in front, and only the last is left (docs/notes/look_ahead.md).
 """
 
+import functools
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from rowmesh.comm.codecs import Codecs, Message, coded, wire_bytes
+from rowmesh.comm.codecs import PLAIN, Codec, Codecs, Message, coded, wire_bytes
 from rowmesh.comm.exchange import ChannelPool, Handle, Lane
 from rowmesh.comm.mesh import Mesh
-from rowmesh.errors import RowmeshError
-from rowmesh.features import KeyedJaggedTensor
+from rowmesh.runtime.fetch import Fetch
+from rowmesh.runtime.merges import Merges
 from rowmesh.runtime.relay import Relay
 from rowmesh.runtime.requests import NUM_COUNTS, Request, look_up, num_words, pack, unpack
-from rowmesh.runtime.routes import Route
 from rowmesh.runtime.scratch import Scratch
-from rowmesh.runtime.tickets import Relayed, Stack
+from rowmesh.runtime.tickets import Stack
 
-__all__ = ["BAD_INPUT", "LAST_BATCH", "TRAINING", "Early", "Fetch", "Fetches"]
+__all__ = ["Fetches"]
 
-BAD_INPUT, LAST_BATCH, TRAINING = 1, 2, 4  # bits of the status word
 _HEAD = 2  # of a counts message: status word, samples; then four counts a stack
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Early:
-    """What of a stack's rows was sent ahead.
-
-    Args:
-        late: ``[W]`` of the rows that each rank asked of this one, which were not; None for none
-            asked.
-        num_clean: ``[W]`` rows that each owner sent this rank ahead: the first of its slice.
-    """
-
-    late: Sequence[Tensor | None]
-    num_clean: Sequence[int]
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class Fetch:
-    """One batch on its way.
-
-    Args:
-        number: Of the forward, the same on all ranks.
-        place: Tells apart the buffers of fetches under way together.
-        source: The features as the caller gave them.
-        features: The same, checked.
-        routes: One per stack; none if there is an error.
-        error: What is wrong with this rank's batch.
-        status: This rank's status word.
-        owner: Whose loop it was begun for.
-        num_syncs: Of replicas, when it was begun.
-        version: Of its ids, likewise.
-        is_ahead: It was begun before its forward, and that has not come yet.
-        under_way: What another thread still does for it.
-        counts: ``[W]`` status, samples and counts of every rank.
-        asked: ``[stack][source]``, what every rank asked of this one.
-        buffers: ``[stack]`` of vectors.
-        early: By stack, what was sent ahead.
-        late_stacks: Stacks whose rows other ranks may change before the forward.
-        arriving: Messages to wait for before vectors are read.
-        is_answered: The last stage has begun.
-        sent: Edge, peer and bytes of messages that the ledger has not been told of.
-    """
-
-    number: int
-    place: int
-    source: Any
-    features: KeyedJaggedTensor
-    routes: list[Route]
-    error: RowmeshError | None
-    status: int
-    owner: object = None
-    num_syncs: int = 0
-    version: int = 0
-    is_ahead: bool = False
-    under_way: "Future[None] | None" = None
-    hearing: tuple[Tensor, Handle] | None = None
-    counts: list[list[int]] = field(default_factory=list)
-    asked: list[Sequence[Request]] = field(default_factory=list)
-    relayed: dict[int, Relayed] = field(default_factory=dict)
-    buffers: list[Tensor] = field(default_factory=list)
-    early: dict[int, Early] = field(default_factory=dict)
-    late_stacks: frozenset[int] = frozenset()
-    arriving: list[Handle] = field(default_factory=list)
-    is_answered: bool = False
-    sent: list[tuple[str, int, int]] = field(default_factory=list)
-
-    @property
-    def is_training(self) -> bool:
-        """Whether gradients will follow."""
-        return bool(self.status & TRAINING)
-
-    def wait(self) -> None:
-        """Return when another thread has done what it does ahead."""
-        if self.under_way is not None:
-            self.under_way.result()
-
-    @property
-    def bad_ranks(self) -> list[int]:
-        """Ranks whose batch is wrong."""
-        return [rank for rank, row in enumerate(self.counts) if row[0] & BAD_INPUT]
-
-    @property
-    def is_last(self) -> bool:
-        """Whether every rank is at its last batch."""
-        return all(row[0] & LAST_BATCH for row in self.counts)
 
 
 class Fetches:
@@ -153,6 +65,24 @@ class Fetches:
             for i, stack in enumerate(stacks)
             if stack.layout.is_relayed
         }
+        merged = [i for i, stack in enumerate(stacks) if stack.layout.is_merged]
+        sizes = dict.fromkeys(stacks[i].layout.groups.size for i in merged)
+        self.merges = [
+            Merges(
+                path,
+                mesh,
+                stacks,
+                [i for i in merged if stacks[i].layout.groups.size == size],
+                id_dtype=id_dtype,
+                pool=pool,
+                scratch=scratch,
+                codec=codecs["rows"],
+                record=self.record,
+                keep=self.keep,
+            )
+            for size in sizes
+        ]
+        self._path = path
         self._leaving: dict[int, list[Handle]] = {}
 
     def end_sends(self, place: int | None = None) -> None:
@@ -264,6 +194,8 @@ class Fetches:
             for source in range(mesh.world)
         ]
         fetch.asked = [list(asked) for asked in zip(*by_source, strict=True)]
+        for merges in self.merges:
+            merges.ask(fetch)
 
     def _asked(self, fetch: Fetch, source: int) -> list[list[int]]:
         """``[stack]`` the counts of what ``source`` asks of this rank."""
@@ -276,14 +208,14 @@ class Fetches:
         return [num_words(c, n) for c, n in zip(asked, summed, strict=True)]
 
     def read_here(self, fetch: Fetch) -> None:
-        """Copies, and this rank's own rows where no relay fetches them."""
+        """Copies, and this rank's own rows where no relay or peer fetches them."""
         rank = self._mesh.rank
         for i, (stack, route) in enumerate(zip(self._stacks, fetch.routes, strict=True)):
             bounds, buffer = route.vector_bounds, fetch.buffers[i]
             if len(route.copied_slots):
                 out = buffer[bounds[-1] :]
                 torch.index_select(stack.copies, 0, route.copied_slots, out=out)
-            if i not in self.relays:
+            if i not in self.relays and not stack.layout.is_merged:
                 out = buffer[bounds[rank] : bounds[rank + 1]]
                 look_up(stack.home, route.requests[rank], out)
 
@@ -302,42 +234,76 @@ class Fetches:
             for p in self._mesh.peers():
                 first = bounds[p] + (0 if early is None else early.num_clean[p])
                 num_sums = route.requests[p].num_pooled
-                receives.append((p, self._coded(fetch.buffers[i][first : bounds[p + 1]], num_sums)))
+                part = fetch.buffers[i][first : bounds[p + 1]]
+                receives.append((p, self._coded(part, i, num_sums)))
             handle = channel.post(fetch.number, sends=(), receives=receives, edge=None)
             fetch.arriving.append(handle)
 
     def answer(self, fetch: Fetch) -> None:
-        """Look up what peers asked and has not been sent, and send it; a relay also its own."""
-        fetch.is_answered = True
-        rank = self._mesh.rank
-        for i, (stack, route) in enumerate(zip(self._stacks, fetch.routes, strict=True)):
-            source, requests, buffer = stack.home, fetch.asked[i], fetch.buffers[i]
-            if i in fetch.relayed:
-                source, requests = fetch.relayed[i].rows, fetch.relayed[i].requests
-            early, sends = fetch.early.get(i), []
-            for peer in self._mesh.peers():
-                request = requests[peer]
-                if early is not None and (late := early.late[peer]) is not None:
-                    request = replace(request, rows=request.rows[late])
-                size = (request.num_vectors, stack.layout.dim)
-                out = self.scratch.take(("answer", i, peer, fetch.place), *size, buffer.dtype)
-                look_up(source, request, out)
-                sends.append((peer, self._coded(out, request.num_pooled)))
-                for edge, part in (
-                    ("rows", out[: len(request.rows)]),
-                    ("pooled", out[len(request.rows) :]),
-                ):
-                    self.record(fetch, edge, peer, wire_bytes(part, self.codecs[edge]))
-            handle = self._vectors[i].post(fetch.number, sends=sends, receives=(), edge=None)
-            self.keep(fetch, handle)
-            if i in fetch.relayed:
-                bounds = route.vector_bounds
-                look_up(source, requests[rank], buffer[bounds[rank] : bounds[rank + 1]])
+        """Look up what peers asked and has not been sent, and send it; a relay also its own.
 
-    def _coded(self, vectors: Tensor, num_sums: int) -> Tensor | Message:
+        Rows that peers of other hosts ask for come last, and on another thread if the batch was
+        begun ahead: they are waited for before they can be handed on.
+        """
+        fetch.is_answered = True
+        for i, stack in enumerate(self._stacks):
+            if not stack.layout.is_merged:
+                self._answer_one(fetch, i)
+        if not self.merges:
+            return
+        if fetch.is_ahead:
+            work = functools.partial(self._answer_merged, fetch)
+            fetch.answering = self._mesh.later(f"merged rows of {self._path}", work)
+        else:
+            self._answer_merged(fetch)
+
+    def _answer_merged(self, fetch: Fetch) -> None:
+        with self._mesh.trace.phase("merge"), torch.no_grad():
+            for merges in self.merges:
+                merges.fetch_late(fetch)
+                for i in merges.numbers:
+                    self._answer_one(fetch, i)
+
+    def source(self, fetch: Fetch, number: int) -> tuple[Tensor, Sequence[Request]]:
+        """What vectors of a stack are made of here, and what every rank asks of that."""
+        if number in fetch.relayed:
+            return fetch.relayed[number].rows, fetch.relayed[number].requests
+        for merges in self.merges:
+            if number in merges.numbers:
+                return fetch.merged[number].rows, merges.requests(fetch, number)
+        return self._stacks[number].home, fetch.asked[number]
+
+    def _answer_one(self, fetch: Fetch, number: int) -> None:
+        rank, route, buffer = self._mesh.rank, fetch.routes[number], fetch.buffers[number]
+        source, requests = self.source(fetch, number)
+        early, sends = fetch.early.get(number), []
+        for peer in self._mesh.peers():
+            request = requests[peer]
+            if early is not None and (late := early.late[peer]) is not None:
+                request = replace(request, rows=request.rows[late])
+            size = (request.num_vectors, buffer.shape[1])
+            out = self.scratch.take(("answer", number, peer, fetch.place), *size, buffer.dtype)
+            look_up(source, request, out)
+            sends.append((peer, self._coded(out, number, request.num_pooled)))
+            for edge, part in (
+                ("rows", out[: len(request.rows)]),
+                ("pooled", out[len(request.rows) :]),
+            ):
+                self.record(fetch, edge, peer, wire_bytes(part, self.codec(number, edge)))
+        handle = self._vectors[number].post(fetch.number, sends=sends, receives=(), edge=None)
+        self.keep(fetch, handle)
+        if number in fetch.relayed or number in fetch.merged:
+            bounds = route.vector_bounds
+            look_up(source, requests[rank], buffer[bounds[rank] : bounds[rank + 1]])
+
+    def codec(self, number: int, edge: str) -> Codec:
+        """Of a stack's vectors between a rank and whom it asks, which if merged is beside it."""
+        return (PLAIN if self._stacks[number].layout.is_merged else self.codecs)[edge]
+
+    def _coded(self, vectors: Tensor, number: int, num_sums: int) -> Tensor | Message:
         """A message of rows and then sums of bags."""
-        others = len(vectors) - num_sums, self.codecs["pooled"]
-        return coded(vectors, self.codecs["rows"], others=others)
+        others = len(vectors) - num_sums, self.codec(number, "pooled")
+        return coded(vectors, self.codec(number, "rows"), others=others)
 
     def arrive(self, fetch: Fetch) -> None:
         """Wait for all vectors."""

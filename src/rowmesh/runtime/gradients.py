@@ -13,6 +13,7 @@ from torch import Tensor
 from rowmesh.comm.exchange import Lane
 from rowmesh.nn.kernels import coalesce
 from rowmesh.runtime.embeddings import ShardedEngine
+from rowmesh.runtime.merged_sums import MergedSums
 from rowmesh.runtime.sums import HostSums, spread, sum_labels, ticket_starts
 from rowmesh.runtime.tickets import Stack, Ticket
 
@@ -57,6 +58,8 @@ class SparseGradients:
             HostSums(engine, [i for i in self._shared if layouts[i].groups.size == size])
             for size in sizes
         ]
+        self._merges = MergedSums(engine)
+        self._merged: Future[dict[int, tuple[Tensor, Tensor]]] | None = None
         engine.on_all_sent = self._all_sent
 
     def reduce(self) -> list[RowGradient]:
@@ -69,7 +72,7 @@ class SparseGradients:
         if not tickets:
             self._engine.tickets.clear()
             return []
-        if self._sums is None:
+        if self._sums is None and self._merged is None:
             self._launch()
         phase = self._engine.mesh.trace.phase
         for ticket in tickets:
@@ -82,13 +85,19 @@ class SparseGradients:
             found = [
                 self._home(i, stack, tickets)
                 for i, stack in enumerate(self._engine.stacks)
-                if stack.layout.trainable
+                if stack.layout.trainable and not stack.layout.is_merged
             ]
+        if self._merged is not None:
+            with phase("wait gradients"):
+                merged = self._merged.result()
+            with phase("coalesce"):
+                found += [self._of_home(i, *coalesce(*parts)) for i, parts in merged.items()]
+                found.sort(key=lambda part: part.stack)
         if self._sums is not None:
             with phase("hot sums"):
                 found += self._await(self._sums)
         self._engine.tickets.clear()
-        self._sums = None
+        self._sums = self._merged = None
         return found
 
     def discard(self) -> None:
@@ -100,8 +109,12 @@ class SparseGradients:
                 ticket.shared.wait()
         if self._sums is not None:
             self._await(self._sums)
+        if self._merged is None:
+            self._merges.wait(self._sent())
+        else:
+            self._merged.result()
         self._engine.tickets = [t for t in self._engine.tickets if not t.is_sent]
-        self._sums = None
+        self._sums = self._merged = None
 
     def _await(self, sums: Future[list[RowGradient]]) -> list[RowGradient]:
         with self._engine.mesh.trace.wait("hot sums"):
@@ -117,12 +130,14 @@ class SparseGradients:
         self._launch()
 
     def _launch(self) -> None:
+        self._sequence += 1
+        tickets, later, path = self._sent(), self._engine.mesh.later, self._engine.path
         if self._copied or self._shared:
-            self._sequence += 1
-            tickets, sequence = self._sent(), self._sequence
-            owner = f"sums of {self._engine.path}"
-            work = functools.partial(self._sum_copies, tickets, sequence)
-            self._sums = self._engine.mesh.later(owner, work)
+            work = functools.partial(self._sum_copies, tickets, self._sequence)
+            self._sums = later(f"sums of {path}", work)
+        if self._merges.numbers:
+            merge = functools.partial(self._merges.exchange, tickets, self._sequence)
+            self._merged = later(f"merged gradients of {path}", merge)
 
     def _home(self, number: int, stack: Stack, tickets: Sequence[Ticket]) -> RowGradient:
         """Add the gradients of this rank's home rows."""
@@ -133,7 +148,7 @@ class SparseGradients:
             for first, ticket in zip(ticket_starts(tickets, number), tickets, strict=True):
                 request = ticket.asked[number][source]
                 if stack.layout.host_copies:
-                    num_home = request.num_home(stack.layout.home_slots[self._engine.mesh.rank])
+                    num_home = request.num_home(stack.layout.asked_homes[self._engine.mesh.rank])
                     request = replace(request, rows=request.rows[:num_home])
                 slots.append(request.rows)
                 if len(request.pooled):
@@ -150,6 +165,10 @@ class SparseGradients:
             weights=torch.cat(weights) if weights and stack.layout.has_pooled else None,
             labels=sum_labels(sizes, stack.layout.has_repeats, self._engine.span, slots[0].device),
         )
+        return self._of_home(number, rows, grad)
+
+    def _of_home(self, number: int, rows: Tensor, grad: Tensor) -> RowGradient:
+        stack = self._engine.stacks[number]
         return RowGradient(
             stack=number,
             kind="home",

@@ -5,9 +5,8 @@ those that a batch before it asked for too and whose step is not done; it sends 
 row, then the unmarked rows. The others follow after the step (docs/notes/look_ahead.md).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,11 +16,13 @@ from rowmesh.comm.codecs import coded, wire_bytes
 from rowmesh.comm.exchange import ChannelPool, Lane
 from rowmesh.comm.mesh import Mesh
 from rowmesh.errors import StepError
-from rowmesh.runtime.fetches import TRAINING, Early, Fetch, Fetches
+from rowmesh.runtime.fetch import TRAINING, Early, Fetch
+from rowmesh.runtime.fetches import Fetches
 from rowmesh.runtime.requests import Request
-from rowmesh.runtime.tickets import Stack
+from rowmesh.runtime.sets import clean_first, pack_bits, unpack_bits
+from rowmesh.runtime.tickets import Merged, Stack
 
-__all__ = ["LookAhead", "pack_bits", "unpack_bits", "version_of"]
+__all__ = ["LookAhead", "version_of"]
 
 _ALWAYS = torch.iinfo(torch.int32).max
 _MOST_PASSED = 16  # batches that a loop may take before it runs their forwards
@@ -135,7 +136,9 @@ class LookAhead:
         """All forwards up to ``number`` have been stepped, or dropped."""
         self._finished = number
 
-    def mark(self, forward: int, asked: Sequence[Sequence[Request]]) -> None:
+    def mark(
+        self, forward: int, asked: Sequence[Sequence[Request]], merged: Mapping[int, Merged]
+    ) -> None:
         """Remember which rows the step of a forward will change; forwards come in order.
 
         Copies for the host are changed by steps of ranks that do not ask for them here: always
@@ -144,6 +147,7 @@ class LookAhead:
         Args:
             forward: Its number.
             asked: ``[stack][source]``, what every rank asked of this one.
+            merged: By stack, what hosts asked of it.
         """
         for number in self._early:
             stack, marks = self._stacks[number], self._marks.get(number)
@@ -153,8 +157,9 @@ class LookAhead:
                 home = stack.home
                 marks = torch.zeros(len(home), dtype=torch.int32, device=home.device)
                 self._marks[number] = marks
-            for request in asked[number]:
-                marks.index_fill_(0, request.rows.long(), forward)
+            changed = [request.rows for request in asked[number]]
+            for rows in merged[number].wanted if number in merged else changed:
+                marks.index_fill_(0, rows.long(), forward)
             stack.host_copies(self._mesh.rank, marks).fill_(_ALWAYS)
 
     def send_early(self, fetch: Fetch) -> None:
@@ -163,9 +168,15 @@ class LookAhead:
         Collective:
             All ranks, for the same forwards in one order, one thread each.
         """
-        late = {number: self._late(fetch, number) for number in self._early}
+        fetches, merged = self._fetches, fetch.merged
+        late = {i: self._late(fetch, i) for i in self._early if i not in merged}
+        by_host = {i: [self._is_late(fetch, i, r) for r in merged[i].wanted] for i in merged}
         if fetch.status & TRAINING:
-            self.mark(fetch.number, fetch.asked)
+            self.mark(fetch.number, fetch.asked, merged)
+        for merges in fetches.merges:
+            merges.send_early(fetch, by_host)
+            late |= {i: merges.late(fetch, i) for i in merges.numbers}
+        late = {i: late[i] for i in self._early}
         peers = self._mesh.peers()
         bits = {p: pack_bits([late[i][p] for i in late]) for p in peers}
         sizes = {p: [len(fetch.routes[i].requests[p].rows) for i in late] for p in peers}
@@ -174,7 +185,7 @@ class LookAhead:
             fetch.number, sends=bits.items(), receives=found.items(), edge=None
         )
         for p in peers:
-            self._fetches.record(fetch, "look-ahead bits", p, len(bits[p]))
+            fetches.record(fetch, "look-ahead bits", p, len(bits[p]))
         for i, theirs in late.items():
             self._send_clean(fetch, i, theirs)
         handle.wait()
@@ -185,28 +196,28 @@ class LookAhead:
     def _late(self, fetch: Fetch, number: int) -> dict[int, Tensor]:
         """Of the rows that each peer asks for, which may change before its forward."""
         requests = {p: fetch.asked[number][p].rows for p in self._mesh.peers()}
-        rows = torch.cat([*requests.values()])
-        if number in fetch.late_stacks:
-            late = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
-        elif number not in self._marks:
-            late = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
-        else:
-            late = self._marks[number].index_select(0, rows) > self._finished
+        late = self._is_late(fetch, number, torch.cat([*requests.values()]))
         parts = late.split([len(r) for r in requests.values()])
         return dict(zip(requests, parts, strict=True))
 
+    def _is_late(self, fetch: Fetch, number: int, rows: Tensor) -> Tensor:
+        """Of this rank's rows, which may change before the forward."""
+        if number in fetch.late_stacks or number not in self._marks:
+            fill = number in fetch.late_stacks
+            return torch.full((len(rows),), fill, dtype=torch.bool, device=rows.device)
+        return self._marks[number].index_select(0, rows) > self._finished
+
     def _send_clean(self, fetch: Fetch, number: int, late: dict[int, Tensor]) -> None:
-        home, codec, sends = self._stacks[number].home, self._fetches.codecs["rows"], []
+        source, requests = self._fetches.source(fetch, number)
+        codec, dtype, sends = self._fetches.codec(number, "rows"), fetch.buffers[number].dtype, []
         for peer, mask in late.items():
-            rows = fetch.asked[number][peer].rows[~mask]
+            rows = requests[peer].rows[~mask]
             name = ("early", number, peer, fetch.place)
-            out = self._fetches.scratch.take(
-                name, len(rows), home.shape[1], fetch.buffers[number].dtype
-            )
-            if out.dtype == home.dtype:
-                torch.index_select(home, 0, rows, out=out)
+            out = self._fetches.scratch.take(name, len(rows), source.shape[1], dtype)
+            if out.dtype == source.dtype:
+                torch.index_select(source, 0, rows, out=out)
             else:
-                out.copy_(home.index_select(0, rows))
+                out.copy_(source.index_select(0, rows))
             sends.append((peer, coded(out, codec)))
             self._fetches.record(fetch, "rows", peer, wire_bytes(out, codec))
             self.num_early += len(rows)
@@ -224,15 +235,10 @@ class LookAhead:
         num_clean, receives = [0] * world, []
         for peer, mask in told.items():
             first = bounds[peer]
-            order = torch.argsort(mask, stable=True)  # clean rows, then late ones
-            order += first
-            count = len(mask) - int(mask.sum())
-            place[order] = torch.arange(
-                first, first + len(mask), dtype=torch.int32, device=buffer.device
-            )
-            num_clean[peer] = count
-            codec = self._fetches.codecs["rows"]
-            receives.append((peer, coded(buffer[first : first + count], codec)))
+            order, num_clean[peer] = clean_first(mask)
+            place[first : first + len(mask)] = order + first
+            part = buffer[first : first + num_clean[peer]]
+            receives.append((peer, coded(part, self._fetches.codec(number, "rows"))))
         handle = self._rows[number].post(fetch.number, sends=(), receives=receives, edge=None)
         fetch.arriving.append(handle)
         moved = place.index_select(0, route.forward.positions)
@@ -245,20 +251,3 @@ def version_of(features: Any) -> int:
     """Changes whenever ids are changed in place."""
     values = features.values()
     return 0 if values.is_inference() else int(values._version)
-
-
-def pack_bits(parts: Sequence[Tensor]) -> Tensor:
-    """Bools as bytes, eight in each, every part from a byte of its own."""
-    if not parts:
-        return torch.empty(0, dtype=torch.uint8)
-    shifts = torch.arange(8, dtype=torch.uint8, device=parts[0].device)
-    padded = [torch.nn.functional.pad(part.to(torch.uint8), (0, -len(part) % 8)) for part in parts]
-    return (torch.cat(padded).view(-1, 8) << shifts).sum(1, dtype=torch.uint8)
-
-
-def unpack_bits(words: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """The parts that `pack_bits` was given."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=words.device)
-    bits = ((words.unsqueeze(1) >> shifts) & 1).view(-1).bool()
-    begins = accumulate((8 * -(-n // 8) for n in sizes), initial=0)
-    return [bits[first : first + n] for first, n in zip(begins, sizes, strict=False)]

@@ -13,7 +13,7 @@ from rowmesh.features import empty_like
 from rowmesh.placement import Plan
 from rowmesh.placement.rules import MAX_DEPTH
 from rowmesh.runtime.embeddings import ShardedEngine, sharded_engines
-from rowmesh.runtime.fetches import LAST_BATCH, Fetch
+from rowmesh.runtime.fetch import LAST_BATCH, Fetch
 
 __all__ = ["Pipeline"]
 

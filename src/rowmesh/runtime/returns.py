@@ -5,7 +5,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from rowmesh.comm.codecs import Codecs, coded
+from rowmesh.comm.codecs import PLAIN, Codecs, coded
 from rowmesh.comm.exchange import Channel
 from rowmesh.runtime.scratch import Scratch
 from rowmesh.runtime.stacks import StackLayout
@@ -41,7 +41,7 @@ def send_back(
     rank, peers = channels[0].wire.rank, channels[0].wire.peers()
     bounds, ends, shared = route.vector_bounds, route.host_starts, [0] * len(asked)
     if layout.host_copies:
-        shared = [len(r.rows) - r.num_home(layout.home_slots[rank]) for r in asked]
+        shared = [len(r.rows) - r.num_home(layout.asked_homes[rank]) for r in asked]
     home = [r.num_vectors - n for r, n in zip(asked, shared, strict=True)]
     copied, cuts = [len(r.copied) for r in asked], route.copy_bounds
     kinds = (
@@ -64,7 +64,9 @@ def send_back(
         firsts = dict(zip(peers, accumulate((sizes[p] for p in peers), initial=at), strict=False))
         at += sum(sizes[p] for p in peers)
         firsts[rank] = begins[rank] if selected else own
-        codec, arrived = codecs[edge], {p: slice(firsts[p], firsts[p] + sizes[p]) for p in peers}
+        beside = layout.is_merged and edge == "backward"  # these stay inside the host
+        codec = (PLAIN if beside else codecs)[edge]
+        arrived = {p: slice(firsts[p], firsts[p] + sizes[p]) for p in peers}
         handle = channel.post(
             ticket.number,
             sends=[(p, coded(vectors[begins[p] : ends[p]], codec)) for p in peers],
@@ -74,4 +76,7 @@ def send_back(
         if not selected:
             buffer[own : own + sizes[rank]] = vectors[begins[rank] : ends[rank]]
             own += sizes[rank]
-        arrivals.append(buffer, [firsts[source] for source in range(len(asked))], handle)
+        starts = [firsts[source] for source in range(len(asked))]
+        is_merged = layout.is_merged and arrivals is ticket.home
+        arrivals.append(buffer, starts, None if is_merged else handle)
+        ticket.beside += [handle] * is_merged

@@ -104,7 +104,7 @@ def route_bags(layout: StackLayout, bags: Bags, *, training: bool) -> Route:
     vector_keys, order, starts = _vectors(layout, bags, keys, first_copy=bases[-2])
     edges = [*bases[:-1], *(bases[-2] + b for b in layout.copy_bounds)]
     if layout.host_copies:
-        edges += [bases[2 * p] + slots for p, slots in enumerate(layout.home_slots)]
+        edges += [bases[2 * p] + slots for p, slots in enumerate(layout.asked_homes)]
     edge_keys = torch.tensor(edges, device=keys.device).to(keys.dtype)
     cuts = torch.searchsorted(vector_keys, edge_keys).tolist()
     by_region, copy_cuts = cuts[: 2 * world + 1], cuts[2 * world + 1 : 3 * world + 2]

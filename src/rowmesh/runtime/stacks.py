@@ -11,7 +11,7 @@ groups or, of copies per host, by the holder on its home's host.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -53,6 +53,8 @@ class StackLayout:
         table_dim: Columns of the tables; more than ``dim`` where they are split by columns.
         is_relayed: A rank of the owners' host, the asker's peer, answers for them
             (`rowmesh.runtime.relay`).
+        is_merged: A rank of the asker's host, the owner's peer, answers for it
+            (`rowmesh.runtime.merges`).
         tables: Indices into the collection's tables.
         readers: Indices into the collection's readers; one comes once for every piece.
         columns: Of each of ``readers``, the columns of the table it reads here.
@@ -61,8 +63,10 @@ class StackLayout:
         hot: Regions in the copies stack of hot rows.
         host_copies: Regions of hot rows copied per host, of all holders.
         home_slots: ``[W]`` rows of each rank's home stack without copies; 0 outside the group.
-        asked_slots: ``[W]`` slots that each rank can be asked for: its home rows and its host's
-            copies or, relayed, the home rows of its host, rank after rank.
+        asked_slots: ``[W]`` slots that each rank can be asked for by this one: its home rows and
+            its host's copies; relayed, the home rows of its host, rank after rank; merged, of ranks
+            of this host only, the home rows of its peers, host after host, and its host's copies.
+        asked_homes: ``[W]`` of these, the slots of home rows, which come first.
         host_bounds: ``[H + 1]`` where the rows that each peer on the group's H hosts sums begin
             among this rank's copies for its host.
         copy_bounds: ``[W + 1]`` where the rows that each rank sums begin in the copies stack.
@@ -81,6 +85,7 @@ class StackLayout:
     dtype: torch.dtype
     trainable: bool
     is_relayed: bool
+    is_merged: bool
     tables: tuple[int, ...]
     readers: tuple[int, ...]
     columns: tuple[tuple[int, int], ...]
@@ -90,6 +95,7 @@ class StackLayout:
     host_copies: tuple[Region, ...]
     home_slots: tuple[int, ...]
     asked_slots: tuple[int, ...]
+    asked_homes: tuple[int, ...]
     host_bounds: tuple[int, ...]
     copy_bounds: tuple[int, ...]
     dense_bounds: tuple[int, ...]
@@ -156,6 +162,7 @@ def lay_out(
     stacks: dict[tuple[object, ...], list[_Piece]] = {}
     # Copies per host come last in what an owner sends, where bags it pools would be.
     apart = any(tier.copies is Copies.HOST for plan in plans for tier in plan.tiers)
+    merges = any(plan.merged for plan in plans)
     for t, (plan, of_table) in enumerate(zip(plans, groups, strict=True)):
         columns, tier = plan.columns(), plan.rest
         per_piece = len(tier.ranks) // len(columns)
@@ -165,7 +172,9 @@ def lay_out(
             key = (last - first, plan.embedding_dim, plan.data_type, plan.trainable, widened)
             ranks = tier.ranks[c * per_piece : (c + 1) * per_piece]
             piece = _Piece(t, (first, last), ranks, of_table)
-            form = (plan.is_relayed, apart and _owner_pools(plan), of_table.size)
+            # Tables that are copied whole add nothing to merged exchanges but save those of others.
+            merged = plan.merged or (merges and _is_copied(plan))
+            form = (plan.is_relayed, apart and _owner_pools(plan), of_table.size, merged)
             stacks.setdefault((*key, *form), []).append(piece)
     return [
         _lay_out_one(plans, readers, pieces, topology, rank, device) for pieces in stacks.values()
@@ -193,17 +202,26 @@ def _lay_out_one(
     groups = pieces[0].groups
     hosts = sorted({topology.host(r) for r in groups.members(groups.group(rank))})
     host_copies, host_bounds = lay_host_copies(per_host, topology, hosts)
-    asked_slots = [n + host_bounds[r % topology.local][-1] for r, n in enumerate(home_slots)]
-    route = [*home, *copied]
+    asked_homes, route = home_slots, [*home, *copied]
+    of_hot = [*hot, *host_copies]
+    is_merged = any(plans[piece.table].merged for piece in pieces)
     if first.is_relayed:
-        asked_slots, route = _relay(home, home_slots, topology, rank)
+        asked_homes, route = _relay(home, home_slots, topology, rank)
+    if is_merged:
+        asked_homes, moves = _merge(home_slots, topology, rank)
+        route = [*(moves(region) for region in home), *copied]
+        of_hot = [moves(region) for region in of_hot]
     beside = topology.host(rank) * topology.local
+    asked_slots = list(asked_homes)
+    for other in range(world):
+        if not is_merged or topology.host(other) == topology.host(rank):
+            asked_slots[other] += host_bounds[other % topology.local][-1]
     places = [(world, region.start) for region in hot]
     for region in host_copies:
         assert region.holder is not None
         target = beside + region.holder
-        places.append((target, home_slots[target] + region.start))
-    index = index_hot([*hot, *host_copies], asked_slots, places)
+        places.append((target, asked_homes[target] + region.start))
+    index = index_hot(of_hot, asked_slots, places)
     entries, lookups = _entries(plans, pieces, route)
     members = [
         (r, e, piece)
@@ -228,6 +246,7 @@ def _lay_out_one(
         dtype=parse_dtype(first.data_type),
         trainable=first.trainable,
         is_relayed=first.is_relayed,
+        is_merged=is_merged,
         tables=tuple(dict.fromkeys(p.table for p in pieces)),
         readers=tuple(r for r, _, _ in members),
         columns=tuple(piece.columns for _, _, piece in members),
@@ -237,6 +256,7 @@ def _lay_out_one(
         host_copies=tuple(host_copies),
         home_slots=tuple(home_slots),
         asked_slots=tuple(asked_slots),
+        asked_homes=tuple(asked_homes),
         host_bounds=tuple(host_bounds[rank % topology.local]),
         copy_bounds=tuple(copy_bounds),
         dense_bounds=tuple(dense_bounds),
@@ -271,6 +291,28 @@ def _relay(
         start = region.start + sum(home_slots[first : region.rank])
         route.append(replace(region, rank=first + rank % local, start=start))
     return [hosts[topology.host(r)] for r in range(topology.world)], route
+
+
+def _merge(
+    home_slots: Sequence[int], topology: Topology, rank: int
+) -> tuple[list[int], Callable[[Region], Region]]:
+    """Slots of home rows each rank can be asked for, and what moves a region to whom to ask."""
+    local, first = topology.local, topology.host(rank) * topology.local
+    by_host = np.reshape(home_slots, (topology.hosts, local))
+    before = np.cumsum(by_host, 0) - by_host
+    asked = [0] * topology.world
+    asked[first : first + local] = by_host.sum(0).tolist()
+
+    def moved(region: Region) -> Region:
+        shift = int(before[topology.host(region.rank), region.rank % local])
+        return replace(
+            region,
+            rank=first + region.rank % local,
+            start=region.start + shift,
+            home_start=region.home_start + shift,
+        )
+
+    return asked, moved
 
 
 def _entries(

@@ -171,7 +171,7 @@ class HostSums:
     def _add_beside(self, number: int, tickets: Sequence[Ticket]) -> tuple[Tensor, Tensor]:
         """Rows of this rank's copies that its host touched, and their sums over its ranks."""
         layout, rank = self._engine.stacks[number].layout, self._engine.mesh.rank
-        first_copy = layout.home_slots[rank]
+        first_copy = layout.asked_homes[rank]
         rows, index = [], []
         sizes: list[list[int]] = []
         for source in self._beside:

@@ -1,4 +1,4 @@
-"""What a rank holds of a stack, what it relays, and the tickets of training forwards."""
+"""What a rank holds of a stack, what it relays or merges, and the tickets of training forwards."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from rowmesh.runtime.requests import Request
 from rowmesh.runtime.routes import Route
 from rowmesh.runtime.stacks import StackLayout
 
-__all__ = ["Relayed", "Stack", "Ticket", "Together"]
+__all__ = ["Merged", "Relayed", "Stack", "Ticket", "Together"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -50,6 +50,34 @@ class Relayed:
 
 
 @dataclass(kw_only=True, slots=True)
+class Merged:
+    """One forward's rows of a stack that this rank asks its peers for, or has, for its host.
+
+    Args:
+        slots: What ranks of its host ask of it, distinct and ascending.
+        cuts: ``[H + 1]`` where the rows of the peer on each host begin among them; copies for the
+            host follow the last.
+        positions: ``[L]`` where each rank's requests are among them.
+        wanted: ``[H]`` this rank's home rows that each host asks for, its own among them.
+        rows: The rows of ``slots``, as far as they are here.
+        place: Where each of ``slots`` lies in ``rows``.
+        late: Of ``slots``, which were not sent ahead; None before, or if nothing was.
+        sent: ``[H]`` of ``wanted``, which were not sent ahead; likewise.
+        num_clean: ``[H]`` rows that each peer sent ahead.
+    """
+
+    slots: Tensor
+    cuts: Sequence[int]
+    positions: Sequence[Tensor]
+    wanted: Sequence[Tensor]
+    rows: Tensor
+    place: Tensor
+    late: Tensor | None = None
+    sent: Sequence[Tensor] = ()
+    num_clean: Sequence[int] = ()
+
+
+@dataclass(kw_only=True, slots=True)
 class Arrivals:
     """Gradients of one kind for a ticket, per stack.
 
@@ -82,11 +110,13 @@ class Ticket:
         routes: One per stack.
         asked: ``[stack][source]``, what every rank asked of this one.
         relayed: By stack, what this rank fetched for others.
+        merged: By stack, what it asked for its host.
         is_marked: Look-ahead knows its rows.
         is_sent: Its backward has run.
         home: Gradients of home rows; the thread that steps waits for them.
         copied: Gradients of copied rows; the communication thread waits for them.
         shared: Gradients, from ranks of this host, of its copies; likewise.
+        beside: Messages of ``home`` that are merged: another thread waits for these.
         dense: ``[stack]`` this rank's gradients of `Route.dense_slots`.
     """
 
@@ -95,11 +125,13 @@ class Ticket:
     routes: Sequence[Route]
     asked: list[Sequence[Request]]
     relayed: dict[int, Relayed]
+    merged: dict[int, Merged]
     is_marked: bool = False
     is_sent: bool = False
     home: Arrivals = field(default_factory=Arrivals)
     copied: Arrivals = field(default_factory=Arrivals)
     shared: Arrivals = field(default_factory=Arrivals)
+    beside: list[Handle] = field(default_factory=list)
     dense: list[Tensor] = field(default_factory=list)
 
 

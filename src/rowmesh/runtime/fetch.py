@@ -1,0 +1,108 @@
+"""One batch on its way from its ids to vectors: what is known of it at each stage."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from rowmesh.comm.exchange import Handle
+from rowmesh.errors import RowmeshError
+from rowmesh.features import KeyedJaggedTensor
+from rowmesh.runtime.requests import Request
+from rowmesh.runtime.routes import Route
+from rowmesh.runtime.tickets import Merged, Relayed
+
+__all__ = ["BAD_INPUT", "LAST_BATCH", "TRAINING", "Early", "Fetch"]
+
+BAD_INPUT, LAST_BATCH, TRAINING = 1, 2, 4  # bits of the status word
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Early:
+    """What of a stack's rows was sent ahead.
+
+    Args:
+        late: ``[W]`` of the rows that each rank asked of this one, which were not; None for none
+            asked.
+        num_clean: ``[W]`` rows that each owner sent this rank ahead: the first of its slice.
+    """
+
+    late: Sequence[Tensor | None]
+    num_clean: Sequence[int]
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Fetch:
+    """One batch on its way.
+
+    Args:
+        number: Of the forward, the same on all ranks.
+        place: Tells apart the buffers of fetches under way together.
+        source: The features as the caller gave them.
+        features: The same, checked.
+        routes: One per stack; none if there is an error.
+        error: What is wrong with this rank's batch.
+        status: This rank's status word.
+        owner: Whose loop it was begun for.
+        num_syncs: Of replicas, when it was begun.
+        version: Of its ids, likewise.
+        is_ahead: It was begun before its forward, and that has not come yet.
+        under_way: What another thread still does for it.
+        counts: ``[W]`` status, samples and counts of every rank.
+        asked: ``[stack][source]``, what every rank asked of this one.
+        buffers: ``[stack]`` of vectors.
+        early: By stack, what was sent ahead.
+        late_stacks: Stacks whose rows other ranks may change before the forward.
+        arriving: Messages to wait for before vectors are read.
+        is_answered: The last stage has begun.
+        answering: What another thread still does of it.
+        sent: Edge, peer and bytes of messages that the ledger has not been told of.
+    """
+
+    number: int
+    place: int
+    source: Any
+    features: KeyedJaggedTensor
+    routes: list[Route]
+    error: RowmeshError | None
+    status: int
+    owner: object = None
+    num_syncs: int = 0
+    version: int = 0
+    is_ahead: bool = False
+    under_way: "Future[None] | None" = None
+    hearing: tuple[Tensor, Handle] | None = None
+    counts: list[list[int]] = field(default_factory=list)
+    asked: list[Sequence[Request]] = field(default_factory=list)
+    relayed: dict[int, Relayed] = field(default_factory=dict)
+    merged: dict[int, Merged] = field(default_factory=dict)
+    buffers: list[Tensor] = field(default_factory=list)
+    early: dict[int, Early] = field(default_factory=dict)
+    late_stacks: frozenset[int] = frozenset()
+    arriving: list[Handle] = field(default_factory=list)
+    is_answered: bool = False
+    answering: "Future[None] | None" = None
+    sent: list[tuple[str, int, int]] = field(default_factory=list)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether gradients will follow."""
+        return bool(self.status & TRAINING)
+
+    def wait(self) -> None:
+        """Return when other threads have done what they do ahead."""
+        for work in (self.under_way, self.answering):
+            if work is not None:
+                work.result()
+
+    @property
+    def bad_ranks(self) -> list[int]:
+        """Ranks whose batch is wrong."""
+        return [rank for rank, row in enumerate(self.counts) if row[0] & BAD_INPUT]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether every rank is at its last batch."""
+        return all(row[0] & LAST_BATCH for row in self.counts)
