@@ -100,7 +100,12 @@ def test_the_best_of_all_groups_is_chosen(
     """Every size and layout planned by itself; ties go to larger groups, then contiguous."""
     tables, stats = blanks(shapes)
     cost = DenseCost(flops=1.0, parameters=1.0, forward_s=1e-3, backward_s=2e-3, step_s=1e-4)
-    more: dict[str, Any] = {"cost": cost if has_cost else None, "sync": sync, "dense": (5000,)}
+    more: dict[str, Any] = {
+        "cost": cost if has_cost else None,
+        "sync": sync,
+        "dense": (5000,),
+        "merge": "off",
+    }
     found = plan_tables(tables, topology, stats=stats, rates=FAST, groups="auto", **more)
     seconds, plans = {}, {}
     for size, layout in meshes_of(topology):

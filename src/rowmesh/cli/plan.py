@@ -134,6 +134,13 @@ def plan_command(
             "recipe's."
         ),
     ] = None,
+    merge: Annotated[
+        str | None,
+        typer.Option(
+            help="Whether a host asks for a row once for all its ranks: auto, on or off; default "
+            "the recipe's."
+        ),
+    ] = None,
     codecs: Annotated[
         str | None,
         typer.Option(
@@ -180,6 +187,7 @@ def plan_command(
             layout=layout,
             sync=sync,
             depth=depth,
+            merge=merge,
             codecs=codecs,
             allow=allow,
             calibration=None if calibration is None else str(calibration),
@@ -209,6 +217,7 @@ def plan_command(
                 layout=chosen.layout,
                 sync=parse_sync(chosen.sync),
                 depth=chosen.depth,
+                merge=chosen.merge,
                 codecs=chosen.codecs,
                 allow_lossy=parse_allow(chosen.allow),
                 on_progress=on_progress,

@@ -43,7 +43,8 @@ class Knowledge:
     Args:
         tiers: Hot rows: off, auto, or hot:K; None for the recipe's.
         profile: A file of `rowmesh profile`; None for the recipe's.
-        groups, layout, sync, depth, codecs, allow: As of a `PlanConfig`; None for the recipe's.
+        groups, layout, sync, depth, merge, codecs, allow: As of a `PlanConfig`; None for the
+            recipe's.
         calibration: A topology.json of `rowmesh calibrate`; None for the recipe's.
         topology: Whose rank 0 the batches are of.
     """
@@ -54,6 +55,7 @@ class Knowledge:
     layout: str | None = None
     sync: str | None = None
     depth: str | None = None
+    merge: str | None = None
     codecs: str | None = None
     allow: str | None = None
     calibration: str | None = None
@@ -61,7 +63,17 @@ class Knowledge:
 
     def within(self, settings: PlanConfig) -> PlanConfig:
         """A recipe's settings with what is given here."""
-        names = ("tiers", "profile", "groups", "layout", "sync", "depth", "codecs", "allow")
+        names = (
+            "tiers",
+            "profile",
+            "groups",
+            "layout",
+            "sync",
+            "depth",
+            "merge",
+            "codecs",
+            "allow",
+        )
         given = {name: getattr(self, name) for name in names} | {"topology": self.calibration}
         return dataclasses.replace(settings, **{k: v for k, v in given.items() if v is not None})
 

@@ -11,15 +11,16 @@ from rowmesh.stats import Accesses
 __all__ = ["early_load", "early_part", "early_share", "late_share"]
 
 
-def late_share(accesses: Accesses, num_batches: int) -> float:
+def late_share(accesses: Accesses, num_batches: int, *, of: int = 1) -> float:
     """The share of a batch's distinct rows that are in any of ``num_batches`` others too.
 
-    (U(1) + U(n) - U(n + 1)) / U(1), U(n) being the distinct rows of n batches together.
+    (U(k) + U(n) - U(n + k)) / U(k), U(n) being the distinct rows of n batches together; k is 1, or
+    the number of batches whose distinct rows are asked for together.
     """
     if not num_batches or accesses.distinct <= 0.0:
         return 0.0
-    both = accesses.union(num_batches) - accesses.union(num_batches + 1)
-    return min(1.0, max(0.0, 1.0 + both / accesses.distinct))
+    both = accesses.union(num_batches) - accesses.union(num_batches + of)
+    return min(1.0, max(0.0, 1.0 + both / accesses.union(of)))
 
 
 def early_share(plan: Plan, table: TablePlan, cold: Accesses) -> float:
@@ -38,7 +39,8 @@ def early_share(plan: Plan, table: TablePlan, cold: Accesses) -> float:
     groups, steps = plan.groups(table), plan.depth - 1
     early = 1.0
     if table.trainable:
-        early -= late_share(cold, steps * groups.size)
+        together = plan.mesh.local if table.merged else 1
+        early -= late_share(cold, steps * groups.size, of=together)
         if groups.count > 1:
             period = 1 if plan.sync.mode == "gradients" else plan.sync.period
             early *= max(0.0, 1.0 - steps / period)

@@ -4,6 +4,7 @@ The formulas are those of docs/planner.md. Planners compare them; `predict` coun
 needs the batches.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,6 +15,7 @@ from rowmesh.cost.buckets import expect_dense, sum_elements
 from rowmesh.cost.codecs import vector_on
 from rowmesh.cost.host_copies import expect_host_copies
 from rowmesh.cost.load import LINES, Load, Part, lay, lay_groups, no_load, spread
+from rowmesh.cost.merged import expect_merged
 from rowmesh.cost.rates import Rates, RowCost
 from rowmesh.errors import PlanError
 from rowmesh.placement import Copies, Exchange, TablePlan, hot_ids
@@ -39,13 +41,15 @@ _Number = float | _Lines  # of one table, or of each of many
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """Means of one rank's batch: q requests, d distinct rows, b bags; U rows of all ranks."""
+    """Means of one rank's batch: q requests, d distinct rows, b bags; U rows of all ranks, h of a
+    host's."""
 
     rows: _Number  # of the table
     q: _Number
     d: _Number
     b: _Number
     union: _Number
+    host: _Number
     trained: float  # 1, or 0 for a frozen table
     weight: float  # bytes of a sample weight
 
@@ -54,15 +58,16 @@ class _Use:
         return np.zeros((LINES, *np.shape(self.q)))
 
 
-def _use(table: TablePlan, accesses: Accesses, world: int) -> tuple[float, ...]:
-    """Rows, q, d, b, U."""
-    rows = float(table.num_embeddings)
+def _use(table: TablePlan, accesses: Accesses, world: int, local: int = 1) -> tuple[float, ...]:
+    """Rows, q, d, b, U, h."""
+    rows, distinct = float(table.num_embeddings), accesses.distinct
     return (
         rows,
         accesses.requests,
-        min(rows, accesses.distinct),
+        min(rows, distinct),
         accesses.bags,
         min(rows, accesses.union(world)),
+        min(rows, accesses.union(local) if table.merged else distinct),
     )
 
 
@@ -82,7 +87,8 @@ def expect_table(
 
     Every rank is a source, and every column piece is asked for by itself. With n owners of a
     piece, s and g = 4 x columns the bytes of its rows and gradients, per (source, owner):
-    `rows`: d/n id + d/n g there, d/n s back (q for d without dedup);
+    `rows`: d/n id + d/n g there, d/n s back (q for d without dedup); merged: so between a rank
+    and a peer of the owner on its host, and between that and the owner for h instead of d;
     `pooled`: q/n id + p g there, p g back, p = b (1 - (1 - 1/n)^(q/b)), and 4 q/n of weights;
     `pooled` with rows=host and n > 1, through the relay (h, l) of source (h', l): q id + b g
     there, b g back; the relay and each owner as in `rows`, for one source of every host;
@@ -91,7 +97,8 @@ def expect_table(
     their U/n touched rows, if the update rule adds squares. Frozen tables send nothing back.
 
     Work, by the row costs of ``rates`` at the piece's columns: `rows`: id q at every rank,
-    (lookup + update) W d/n at an owner; `pooled`: bag_id W q/n + bag_update U/n at an owner;
+    (lookup + update) W d/n at an owner, merged H h/n there, and at every rank d of both again for
+    its host; `pooled`: bag_id W q/n + bag_update U/n at an owner;
     relayed: id H q at a relay, the owners as in `rows`; copies: id q + lookup d + update U.
 
     Hot rows are copies whose gradients the owners of the rest add up, or copies per host
@@ -132,7 +139,7 @@ def expect_table(
         )
     rest = replace(table, tiers=table.tiers[-1:])
     stepped = groups.size if steps_apart else world
-    numbers = _use(table, accesses, stepped)
+    numbers = _use(table, accesses, stepped, shape.local)
     parts = _parts(rest, numbers, shape, state, rates, form)
     total += lay_groups(parts, table.rest.ranks, groups=groups, topology=topology)
     if table.rest.sums == "dense":
@@ -157,8 +164,8 @@ def expect_hot(
     ``dense`` sums are as of a dense bucket of (columns + 1) x rows elements. Those of ``bucket``
     travel with the dense layers and are counted with them (`bucket_sizes`).
     """
-    _, q, d, b, union = _use(table, accesses, topology.world)
-    use = _Use(float(count), q, d, b, union, float(table.trainable), 0.0)
+    _, q, d, b, union, host = _use(table, accesses, topology.world)
+    use = _Use(float(count), q, d, b, union, host, float(table.trainable), 0.0)
     widths = [last - first for first, last in table.columns()]
     groups = groups or Groups(world=topology.world, size=topology.world)
     ranks = np.array([groups.move(table.rest.ranks, m) for m in range(groups.count)])
@@ -191,7 +198,8 @@ def expect_alike(
 
     Every number of a part is an array over ``tables``, every line ``[9, tables]``.
     """
-    uses = [_use(t, a, topology.world) for t, a in zip(tables, accesses, strict=True)]
+    use = functools.partial(_use, world=topology.world, local=topology.local)
+    uses = [use(t, a) for t, a in zip(tables, accesses, strict=True)]
     return _parts(tables[0], np.array(uses).T, topology, state, rates, EXACT)
 
 
@@ -206,9 +214,9 @@ def _parts(
     tier = table.rest
     if len(table.tiers) > 1 or tier.copies is Copies.HOST:
         raise PlanError(f"table {table.name!r}: the bytes of {table.word} cannot be expected yet")
-    rows, q, d, b, union = numbers
     trained, weight = float(table.trainable), 4.0 if table.weighted else 0.0
-    use = _Use(rows, q, d, b, union, trained, weight)
+    rows, q, d, b, union, host = numbers
+    use = _Use(rows, q, d, b, union, host, trained, weight)
     if tier.copies is Copies.WORLD:
         cost = rates.row_cost(table.embedding_dim)
         return [_copies(table, use, topology, topology.world, cost, tier.sums, form)]
@@ -239,7 +247,11 @@ def _piece(
     d = use.d if table.dedup or table.exchange is Exchange.POOLED else use.q
     owned = topology.world * d / n * (cost.lookup_s + use.trained * cost.update_s)
     near = host = use.zeros()
-    if table.exchange is Exchange.ROWS:
+    if table.merged:
+        numbers = use.q, use.d, use.host
+        base, near, owner = expect_merged(table, numbers, use.zeros, topology, n, cost, form)
+        kind = "merged"
+    elif table.exchange is Exchange.ROWS:
         base, near, owner = _direct(
             use,
             topology,

@@ -27,8 +27,8 @@ class Load:
         values: ``[9, W]``: sent and received inside the host, sent and received across hosts;
             the part of each of these four that is of gradients, and may travel under the
             backward of the dense layers; seconds of work on ids and rows.
-        kinds: The exchanges that take place: rows, pooled, relayed, copies, hot dense, host
-            copies, squares, dense.
+        kinds: The exchanges that take place: rows, merged, pooled, relayed, copies, hot dense,
+            host copies, squares, dense.
         rounds: Messages of a replica sync that wait for each other, mean over steps; all tables
             share them.
     """

@@ -27,10 +27,12 @@ __all__ = [
     "step_time",
 ]
 
-# Messages one after the other: ids and vectors (with relays each goes twice), and gradients. All
-# kinds share the counts that go before.
+# Messages one after the other: ids and vectors (with relays each goes twice; merged, they have
+# counts of their own and go through the host as well), and gradients. All kinds share the counts
+# that go before.
 _ROUNDS: Final = {
     "rows": 3,
+    "merged": 6,
     "pooled": 3,
     "relayed": 6,
     "copies": 2,
@@ -39,6 +41,7 @@ _ROUNDS: Final = {
     "squares": 1,
     "dense": 0,
 }
+_AHEAD: Final = {"rows": 1, "pooled": 1, "merged": 3}  # of these, with counts and ids
 
 
 def rank_seconds(
@@ -80,7 +83,7 @@ def latency_seconds(
     if topology.world == 1:
         return 0.0
     latency = rates.cross_latency_s if topology.hosts > 1 else rates.host_latency_s
-    hidden = sum(kind in ("rows", "pooled") for kind in set(kinds)) if ahead else -1
+    hidden = sum(_AHEAD.get(kind, 0) for kind in set(kinds)) if ahead else -1
     return latency * (rounds + sum(_ROUNDS[kind] for kind in set(kinds)) - hidden)
 
 

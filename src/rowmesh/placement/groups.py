@@ -6,7 +6,7 @@ from typing import Literal
 
 from rowmesh.topology import Topology
 
-__all__ = ["Groups"]
+__all__ = ["Groups", "can_merge"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,3 +64,15 @@ class Groups:
             local = local // self.count if local % self.count == 0 else 1
         local = min(local, size)
         return Topology(hosts=size // local, local=local, memory_bytes=topology.memory_bytes)
+
+
+def can_merge(groups: Groups, topology: Topology) -> bool:
+    """Whether hosts can merge the requests of their ranks: several hosts of several ranks each.
+
+    Of several groups each must fill hosts next to each other.
+    """
+    shape = groups.shape(topology)
+    is_whole = groups.count == 1 or (
+        groups.layout == "contiguous" and shape.local == topology.local
+    )
+    return is_whole and shape.hosts > 1 and shape.local > 1

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from rowmesh.errors import PlanError, did_you_mean
 from rowmesh.placement.columns import num_blocks
+from rowmesh.placement.groups import can_merge
 from rowmesh.placement.plan import (
     PLAN_VERSION,
     Copies,
@@ -141,9 +142,7 @@ def _check_merged(plan: Plan, table: TablePlan, where: str) -> None:
             f"dedup, and its rows on some ranks, not on all"
         )
     groups = plan.groups(table)
-    shape = groups.shape(plan.mesh.topology)
-    whole = groups.count == 1 or (groups.layout == "contiguous" and not groups.size % shape.local)
-    if not whole or shape.local != plan.mesh.local or shape.hosts == 1 or shape.local == 1:
+    if not can_merge(groups, plan.mesh.topology):
         raise PlanError(
             f"{where}: requests are merged on hosts of several ranks, in shard groups of several "
             f"whole hosts next to each other; here are {groups.layout} groups of {groups.size} "

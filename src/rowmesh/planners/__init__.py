@@ -5,6 +5,7 @@ from rowmesh.planners.codecs import choose_codecs, parse_allow
 from rowmesh.planners.constraints import Constraints, Pin, parse_constraints
 from rowmesh.planners.depth import parse_depth
 from rowmesh.planners.groups import list_meshes, parse_groups, parse_layout, parse_sync
+from rowmesh.planners.merging import parse_merge
 from rowmesh.planners.per_host import RowTiers
 from rowmesh.planners.tiers import HotRows, choose_tiers, parse_tiers
 
@@ -24,6 +25,7 @@ __all__ = [
     "parse_depth",
     "parse_groups",
     "parse_layout",
+    "parse_merge",
     "parse_sync",
     "parse_tiers",
     "plan_tables",

@@ -15,6 +15,7 @@ from rowmesh.planners.codecs import choose_codecs
 from rowmesh.planners.constraints import Constraints
 from rowmesh.planners.depth import choose_depth, parse_depth
 from rowmesh.planners.groups import list_meshes
+from rowmesh.planners.merging import parse_merge
 from rowmesh.planners.options import Wishes
 from rowmesh.planners.placing import Problem
 from rowmesh.planners.tiers import parse_tiers
@@ -54,6 +55,7 @@ def make_plan(
     layout: str = "auto",
     sync: Sync = _GRADIENTS,
     depth: str | int = 1,
+    merge: str = "auto",
     codecs: str = "fp32",
     allow_lossy: bool = False,
     on_progress: Callable[[float], None] = lambda share: None,
@@ -85,6 +87,8 @@ def make_plan(
         sync: How replicas are kept together where there are several groups.
         depth: Batches begun at a time (`rowmesh.Pipeline`), or ``auto``: what makes a step
             shortest, if ``cost`` is given; else 2 on several hosts and 1 on one.
+        merge: Whether a host asks for a row once for all its ranks, and sends its gradients added
+            up: ``on``, ``off``, or ``auto``, if a step is at least 2.5 % shorter so.
         codecs: How vectors and gradients travel: fp32, fp16, bf16, int8, or as in
             ``forward=fp16,backward=bf16,dense=bf16``. All but fp32 are lossy; rows are placed as
             if all were fp32.
@@ -116,6 +120,7 @@ def make_plan(
         layout=layout,
         sync=sync,
         depth=depth,
+        merge=merge,
         codecs=codecs,
         allow_lossy=allow_lossy,
         on_progress=on_progress,
@@ -141,6 +146,7 @@ def plan_tables(
     layout: str = "auto",
     sync: Sync = _GRADIENTS,
     depth: str | int = 1,
+    merge: str = "auto",
     codecs: str = "fp32",
     allow_lossy: bool = False,
     on_progress: Callable[[float], None] = lambda share: None,
@@ -171,6 +177,7 @@ def plan_tables(
         hot=count,
         cost=cost,
         sync=sync,
+        merge=parse_merge(merge),
     )
     constraints.check(tables, topology)
     meshes = list_meshes(topology, groups=groups, layout=layout)

@@ -7,7 +7,7 @@ from rowmesh.cost import plan_time
 from rowmesh.errors import InputError
 from rowmesh.placement import MeshShape, Plan
 from rowmesh.placement.rules import MAX_DEPTH
-from rowmesh.planners.groups import choose_groups
+from rowmesh.planners.merging import choose_merged
 from rowmesh.planners.placing import Problem
 
 __all__ = ["choose_depth", "parse_depth"]
@@ -36,20 +36,20 @@ def choose_depth(
     *,
     on_progress: Callable[[float], None],
 ) -> Plan:
-    """The plan of `choose_groups` at the given depth, or at the one whose step is shortest.
+    """The plan of `choose_merged` at the given depth, or at the one whose step is shortest.
 
     Depths 1 and 2 are planned each for itself, since hot rows are worth more where the rest can
     be fetched ahead; depth 3 is the plan of 2, deeper. One that gains less than 2.5 % is not taken.
 
     Raises:
-        PlanError: As `choose_groups`.
+        PlanError: As `choose_merged`.
     """
     if depth is None and (problem.cost is None or problem.topology.world == 1):
         depth = 2 if problem.topology.hosts > 1 else 1
     if depth is not None:
-        return choose_groups(replace(problem, depth=depth), meshes, on_progress=on_progress)
-    best = choose_groups(problem, meshes, on_progress=lambda share: on_progress(share / 2))
-    second = choose_groups(
+        return choose_merged(replace(problem, depth=depth), meshes, on_progress=on_progress)
+    best = choose_merged(problem, meshes, on_progress=lambda share: on_progress(share / 2))
+    second = choose_merged(
         replace(problem, depth=2), meshes, on_progress=lambda share: on_progress((1 + share) / 2)
     )
     for plan in (second, replace(second, depth=3)):

@@ -8,7 +8,7 @@ from rowmesh.cost import expect_dense
 from rowmesh.cost.load import Load
 from rowmesh.errors import PlanError
 from rowmesh.placement import Copies, MeshShape, Plan, TablePlan, Tier
-from rowmesh.placement.groups import Groups
+from rowmesh.placement.groups import Groups, can_merge
 from rowmesh.placement.memory import bytes_per_rank
 from rowmesh.planners.order import state_bytes
 from rowmesh.planners.placing import Placement, Problem, explained, place_tables
@@ -95,8 +95,10 @@ def _place(
         shape = groups.shape(topology)
         # Groups side by side on a host share its card.
         card = problem.rates.cross_bytes_per_s * shape.local / topology.local
+        merged = problem.wishes.merged and can_merge(groups, topology)
         inside = replace(
             problem,
+            wishes=replace(problem.wishes, merged=merged),
             constraints=problem.constraints.inside(groups, topology, [t.name for t in mine]),
             rates=replace(problem.rates, cross_bytes_per_s=card),
             limit=_room(problem, plan, placed),

@@ -30,6 +30,7 @@ class Wishes:
     exchange: str = "auto"
     dedup: bool = True
     allow_inexact: bool = False
+    merged: bool = False
 
     def __post_init__(self) -> None:
         for word, known, what in (
@@ -63,7 +64,9 @@ class Option:
             rows = _ROWS_OF[self.split]
             split = Split(kind="boxes", columns=self.columns, rows=rows)  # type: ignore[arg-type]
         tier = Tier(ranks=ranks, copies=copies, split=split)
-        return replace(table, tiers=(tier,), exchange=self.exchanges[number])
+        exchange = self.exchanges[number]
+        merged = table.merged and exchange is Exchange.ROWS and copies is Copies.GROUP
+        return replace(table, tiers=(tier,), exchange=exchange, merged=merged)
 
     def place_all(
         self, tables: Sequence[TablePlan], ranks: tuple[int, ...]
@@ -90,7 +93,10 @@ class Unit:
     def shape(self) -> Hashable:
         """Units of the same shape differ in names, rows and accesses only."""
         tables = tuple(
-            (t.embedding_dim, t.data_type, t.virtual_shards, t.trainable, t.weighted, t.dedup)
+            (
+                *(t.embedding_dim, t.data_type, t.virtual_shards),
+                *(t.trainable, t.weighted, t.dedup, t.merged),
+            )
             for t in self.tables
         )
         return tables, self.ranks, self.options
@@ -128,7 +134,7 @@ def enumerate_units(
     for group in sorted(groups):
         pins = [constraints.pin_of(name) for name in group]
         members = tuple(
-            _with_dedup(by_name[name], pin, wishes, topology)
+            _as_wished(by_name[name], pin, wishes, topology)
             for name, pin in zip(group, pins, strict=True)
         )
         allowed = [set(constraints.allowed(name, topology)) for name in group]
@@ -140,11 +146,11 @@ def enumerate_units(
     return units
 
 
-def _with_dedup(table: TablePlan, pin: Pin, wishes: Wishes, topology: Topology) -> TablePlan:
+def _as_wished(table: TablePlan, pin: Pin, wishes: Wishes, topology: Topology) -> TablePlan:
     dedup = wishes.dedup if pin.dedup is None else pin.dedup
-    return replace(
-        table, dedup=dedup, virtual_shards=max(table.virtual_shards, 16 * topology.world)
-    )
+    shards = max(table.virtual_shards, 16 * topology.world)
+    merged = wishes.merged and dedup  # where its exchange is rows
+    return replace(table, dedup=dedup, merged=merged, virtual_shards=shards)
 
 
 def _options(

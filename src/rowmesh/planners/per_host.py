@@ -196,16 +196,19 @@ def _seconds(
     near, far = _links(shape)
     beside, across = _peer_links(shape)
     fetched = table.row_bytes + _ID
+    inside, away = u * near, u * far  # what a rank fetches of a row with its owner alone
+    if table.merged:
+        inside, away = u * beside, any_of_host * across
     forward = [
-        [u * fetched * near, p * fetched * beside, nothing],
-        [u * fetched * far, nothing, nothing],
+        [inside * fetched, p * fetched * beside, nothing],
+        [away * fetched, nothing, nothing],
     ]
     everywhere = [nothing + line * share for share in _peer_links(topology)]
     if sums == "sparse":
         everywhere = [(p + any_of_all) * summed * share for share in _links(topology)]
     backward = [
-        [u * gradient * near, p * gradient * beside, everywhere[0]],
-        [u * gradient * far, (any_of_host + any_of_group) * summed * across, everywhere[1]],
+        [inside * gradient, p * gradient * beside, everywhere[0]],
+        [away * gradient, (any_of_host + any_of_group) * summed * across, everywhere[1]],
     ]
     speeds = np.array([rates.host_bytes_per_s, rates.cross_bytes_per_s / topology.local])[
         :, None, None

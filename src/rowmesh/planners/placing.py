@@ -34,6 +34,7 @@ class Problem:
         cost: Of the dense layers, if known.
         sync: Of replicas.
         depth: Batches begun at a time.
+        merge: Whether hosts merge requests: auto, off, on.
     """
 
     tables: tuple[TablePlan, ...]
@@ -49,6 +50,7 @@ class Problem:
     cost: DenseCost | None
     sync: Sync
     depth: int = 1
+    merge: str = "auto"
 
     @property
     def tree(self) -> str:

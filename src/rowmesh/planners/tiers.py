@@ -374,7 +374,7 @@ def choose_tiers(
 def _copy_all(plan: Plan, sums: Sums) -> Plan:
     everyone = tuple(range(plan.mesh.topology.world))
     tier = Tier(ranks=everyone, copies=Copies.WORLD, split=Split(), sums=sums)
-    tables = [replace(t, tiers=(tier,), exchange=Exchange.ROWS) for t in plan.tables]
+    tables = [replace(t, tiers=(tier,), exchange=Exchange.ROWS, merged=False) for t in plan.tables]
     return replace(plan, tables=tuple(tables))
 
 

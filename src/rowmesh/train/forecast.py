@@ -69,7 +69,7 @@ def forecast_step(
 def plan_of(config: RunConfig, model: nn.Module, topology: Topology) -> Plan:
     """`plan_run` of a run, told what its dense layers cost where a choice depends on it."""
     chosen = config.plan
-    depends = chosen.tiers != "off" or "auto" in (chosen.groups, chosen.depth)
+    depends = chosen.tiers != "off" or "auto" in (chosen.groups, chosen.depth, chosen.merge)
     needs = config.plan.topology is not None and depends
     return plan_run(
         config.plan,

@@ -19,6 +19,7 @@ from rowmesh.planners import (
     parse_depth,
     parse_groups,
     parse_layout,
+    parse_merge,
     parse_sync,
     parse_tiers,
 )
@@ -57,6 +58,8 @@ class PlanConfig:
             steps), weights:4:dense, moments-first:4.
         depth: Batches begun at a time, from 1 to 8, or auto: above 1 messages travel ahead of
             their forward, and bits stay as they are.
+        merge: Whether a host asks for a row once for all its ranks: auto, on or off; as for
+            `make_plan`.
         codecs: How vectors and gradients travel: fp32, or lossy fp16, bf16, int8, or as in
             forward=fp16,backward=bf16; as for `make_plan`.
         allow: exact, or lossy: then codecs are taken where they pay.
@@ -83,6 +86,7 @@ class PlanConfig:
     layout: str = "auto"
     sync: str = "gradients"
     depth: int | str = "auto"
+    merge: str = "auto"
     codecs: str = "fp32"
     allow: str = "exact"
     refresh: int | None = None
@@ -97,6 +101,7 @@ class PlanConfig:
             ("layout", parse_layout),
             ("sync", parse_sync),
             ("depth", parse_depth),
+            ("merge", parse_merge),
             ("codecs", parse_codecs),
             ("allow", parse_allow),
         ):
@@ -199,6 +204,7 @@ def _make(
         layout=config.layout,
         sync=parse_sync(config.sync),
         depth=config.depth,
+        merge=config.merge,
         codecs=config.codecs,
         allow_lossy=parse_allow(config.allow),
     )
