@@ -41,7 +41,8 @@ def choose_merged(
     Raises:
         PlanError: As `choose_groups`; or requests are to be merged and cannot be.
     """
-    flat = choose_groups(problem, meshes, on_progress=on_progress)
+    share = 0.5 if problem.merge != "off" else 1.0
+    flat = choose_groups(problem, meshes, on_progress=lambda done: on_progress(share * done))
     merged = merge_all(flat)
     if problem.merge == "on" and merged == flat:
         raise PlanError(
@@ -55,7 +56,11 @@ def choose_merged(
     if problem.merge == "auto" and evaluate(merged, problem).step_s > most:
         return flat
     wishes = replace(problem.wishes, merged=True)
-    again = choose_groups(replace(problem, wishes=wishes), meshes, on_progress=on_progress)
+    again = choose_groups(
+        replace(problem, wishes=wishes),
+        meshes,
+        on_progress=lambda done: on_progress((1 + done) / 2),
+    )
     tried = [*([again] if any(table.merged for table in again.tables) else []), merged]
     return min(tried, key=lambda plan: evaluate(plan, problem).step_s)
 
