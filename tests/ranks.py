@@ -2,9 +2,10 @@
 
 One pool of WORLD workers starts on first use and serves the whole test run, so a distributed
 test costs milliseconds. A body gets a fresh `Mesh` over process groups that are made once per
-number of ranks, and shared memory that is made once per shape (ranks of one host use it; with as
-many hosts as ranks all is gloo). Assertions belong in the caller, on the returned values: a failed one keeps the
-pool. A body that raises or hangs may leave messages behind, so the pool is then started anew.
+number of ranks, and shared memory that is made once per shape: ranks of one host use it, and with
+as many hosts as ranks all is gloo. Assertions belong in the caller, on the returned values: a
+failed one keeps the pool. A body that raises or hangs may leave messages behind, so the pool is
+then started anew.
 """
 
 import atexit
