@@ -24,7 +24,7 @@ _FOLDER: Final = Path("/dev/shm")
 _ARENAS: Final = tuple(m << 20 for m in (64, 32, 16, 8))  # bytes for what a rank has sent
 _LARGEST: Final = 4  # parts of an arena that the largest message may not exceed one of
 _SLICE_S: Final = 0.1  # between two looks at whether a peer lives
-_SPIN_S: Final = 2e-5  # less than it takes to sleep and be woken, if there is a core for each rank
+_SPIN_S: Final = 5e-6  # if there is a core for each rank; longer is slower on busy machines
 _PAUSE_S: Final = 1e-3
 
 
