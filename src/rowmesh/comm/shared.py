@@ -26,6 +26,7 @@ _LARGEST: Final = 4  # parts of an arena that the largest message may not exceed
 _SLICE_S: Final = 0.1  # between two looks at whether a peer lives
 _SPIN_S: Final = 5e-6  # if there is a core for each rank; longer is slower on busy machines
 _PAUSE_S: Final = 1e-3
+_SWEEP: Final = 256  # posted receives that are a reason to look which have arrived
 
 
 class Waitable(Protocol):
@@ -53,6 +54,9 @@ class Segment:
         self.num_by_gloo = 0  # messages that found the arena full
         self._unsettled: list[tuple[int, int, Waitable, Tensor]] = []
         self._settling = threading.Lock()
+        self._posted: dict[tuple[int, int], list[Arrival]] = {}
+        self._num_posted, self._sweep_at = 0, _SWEEP
+        self._posting = threading.Lock()
 
     def takes(self, peer: int, tensor: Tensor) -> bool:
         """Whether this tensor travels here: both ends come to the same answer."""
@@ -84,7 +88,8 @@ class Segment:
         to, deadline = peer - self.first, None
         while (ticket := self.end.send(to, tag, tensor)) == -1:
             deadline = deadline or time.monotonic() + self.timeout_s
-            self._check(to, deadline)
+            self.check(to, deadline)
+            self._sweep()  # the peer may be waiting for a slot of ours
             time.sleep(_PAUSE_S)
         if ticket is not None:
             copied = tensor.clone()
@@ -96,8 +101,35 @@ class Segment:
     def receive(
         self, peer: int, tag: int, tensor: Tensor, by_gloo: Callable[[], Waitable]
     ) -> "Arrival":
-        """What fills ``tensor`` when it is waited for."""
-        return Arrival(self, peer - self.first, tag, tensor, by_gloo)
+        """What fills ``tensor`` when it is waited for, or before.
+
+        As with gloo, receives of one tag get messages in the order in which they were posted, also
+        those that nobody waits for (batches begun in vain): they are filled by the wait for the
+        next one, or when many have been posted.
+        """
+        arrival = Arrival(self, peer - self.first, tag, tensor, by_gloo)
+        with self._posting:
+            self._posted.setdefault(arrival.key, []).append(arrival)
+            self._num_posted += 1
+        if self._num_posted >= self._sweep_at:
+            self._sweep()
+            self._sweep_at = 2 * self._num_posted + _SWEEP
+        return arrival
+
+    def posted_until(self, arrival: "Arrival") -> "list[Arrival]":
+        """What must arrive before it from the same peer with the same tag, and itself."""
+        with self._posting:
+            queue = self._posted.get(arrival.key, [])
+            return queue[: queue.index(arrival) + 1] if arrival in queue else []
+
+    def forget(self, arrival: "Arrival") -> None:
+        """It is here."""
+        with self._posting:
+            queue = self._posted[arrival.key]
+            queue.remove(arrival)
+            self._num_posted -= 1
+            if not queue:
+                del self._posted[arrival.key]
 
     def close(self) -> None:
         """Wait until what went by gloo is received, then leave; peers see that this rank left."""
@@ -106,9 +138,16 @@ class Segment:
             while self._unsettled:
                 self._settle()
                 for to, *_ in self._unsettled:
-                    self._check(to, deadline)
+                    self.check(to, deadline)
                 time.sleep(_PAUSE_S)
         self.end.close()
+
+    def _sweep(self) -> None:
+        """Fill what has been posted and is there."""
+        with self._posting:
+            queues = [list(queue) for queue in self._posted.values()]
+        for queue in queues:
+            all(arrival.try_fill() for arrival in queue)  # up to the first that is not there
 
     def _settle(self) -> None:
         """Let go of copies that have been received."""
@@ -120,7 +159,8 @@ class Segment:
             if is_settled:
                 work.wait()
 
-    def _check(self, peer: int, deadline: float) -> None:
+    def check(self, peer: int, deadline: float) -> None:
+        """Raise a RuntimeError if the peer is gone or it is too late."""
         if not self.end.is_alive(peer):
             raise RuntimeError("the process has ended")
         if time.monotonic() > deadline:
@@ -131,6 +171,7 @@ class Arrival:
     """A message to come.
 
     Attributes:
+        key: The peer, in the host, and the tag.
         num_bytes: The size of the tensor.
         other_bytes: That of what came, if it is another; the tensor is then as it was.
     """
@@ -138,10 +179,12 @@ class Arrival:
     def __init__(
         self, segment: Segment, peer: int, tag: int, tensor: Tensor, by_gloo: Callable[[], Waitable]
     ) -> None:
-        self._segment, self._peer, self._tag = segment, peer, tag
-        self._tensor, self._by_gloo = tensor, by_gloo
+        self._segment, self._tensor, self._by_gloo = segment, tensor, by_gloo
+        self.key = (peer, tag)
         self.num_bytes = tensor.numel() * tensor.element_size()
         self.other_bytes: int | None = None
+        self._is_here = False
+        self._filling = threading.Lock()
 
     def wait(self) -> None:
         """Return when the tensor is filled, or a message of another size came.
@@ -151,29 +194,45 @@ class Arrival:
         Raises:
             RuntimeError: The peer is gone, or it took too long.
         """
-        segment, end, peer = self._segment, self._segment.end, self._peer
-        deadline = time.monotonic() + segment.timeout_s
-        problem: RuntimeError | None = None
-        while True:
-            outcome, number = end.receive(
-                *(peer, self._tag, self._tensor),
-                spin_s=segment.spin_s,
-                limit_s=0.0 if problem else _SLICE_S,
-            )
-            if outcome == Outcome.LATE:
-                if problem is not None:
-                    raise problem
-                try:
-                    segment._check(peer, deadline)
-                except RuntimeError as error:
-                    problem = error  # and look once more
-                continue
-            if outcome == Outcome.BY_GLOO:
-                self._by_gloo().wait()
-                end.release(peer, number)
-            elif outcome == Outcome.OTHER_SIZE:
-                self.other_bytes = number
-            return
+        for arrival in self._segment.posted_until(self):
+            with arrival._filling:
+                arrival._fill()
+
+    def try_fill(self) -> bool:
+        """Fill the tensor if the message is there, without waiting for it: whether it is."""
+        if not self._filling.acquire(blocking=False):
+            return False  # somebody waits for it
+        try:
+            return self._is_here or self._receive(0.0)
+        finally:
+            self._filling.release()
+
+    def _fill(self) -> None:
+        deadline = time.monotonic() + self._segment.timeout_s
+        while not self._is_here and not self._receive(_SLICE_S):
+            try:
+                self._segment.check(self.key[0], deadline)
+            except RuntimeError:
+                if not self._receive(0.0):  # once more
+                    raise
+
+    def _receive(self, limit_s: float) -> bool:
+        """Whether it came within so many seconds."""
+        segment, peer = self._segment, self.key[0]
+        spin_s = min(limit_s, segment.spin_s)
+        outcome, number = segment.end.receive(
+            *self.key, self._tensor, spin_s=spin_s, limit_s=limit_s
+        )
+        if outcome == Outcome.LATE:
+            return False
+        if outcome == Outcome.BY_GLOO:
+            self._by_gloo().wait()
+            segment.end.release(peer, number)
+        elif outcome == Outcome.OTHER_SIZE:
+            self.other_bytes = number
+        self._is_here = True
+        segment.forget(self)
+        return True
 
 
 def open_segment(
