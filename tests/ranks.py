@@ -2,8 +2,10 @@
 
 One pool of WORLD workers starts on first use and serves the whole test run, so a distributed
 test costs milliseconds. A body gets a fresh `Mesh` over process groups that are made once per
-number of ranks. Assertions belong in the caller, on the returned values: a failed one keeps the
-pool. A body that raises or hangs may leave messages behind, so the pool is then started anew.
+number of ranks, and shared memory that is made once per shape: ranks of one host use it, and with
+as many hosts as ranks all is gloo. Assertions belong in the caller, on the returned values: a
+failed one keeps the pool. A body that raises or hangs may leave messages behind, so the pool is
+then started anew.
 """
 
 import atexit
@@ -24,11 +26,13 @@ import torch
 import torch.distributed as dist
 
 from rowmesh.comm.mesh import Mesh, make_lanes
+from rowmesh.comm.shared import Segment, open_segment
 from rowmesh.topology import Topology
 
 WORLD = 4
 _CALLS = itertools.count()
 DEADLOCK = timedelta(seconds=10)  # a wait that lasts longer never ends
+ARENA = 1 << 20  # bytes: small, so that some messages find it full and some are too large
 START_UP = timedelta(seconds=60)  # four processes that import torch on a busy machine
 
 
@@ -37,11 +41,17 @@ class RankError(AssertionError):
 
 
 def run_on_ranks(
-    num_ranks: int, body: Callable[..., Any], *args: Any, hosts: int = 1, debug: bool = True
+    num_ranks: int,
+    body: Callable[..., Any],
+    *args: Any,
+    hosts: int = 1,
+    debug: bool = True,
+    shared_memory: bool = True,
 ) -> list[Any]:
     """``body(mesh, *args)`` on every rank; what each returned, in rank order."""
     number = next(_CALLS)
-    call = (number, num_ranks, hosts, debug, body.__module__, body.__name__, args)
+    shape = (num_ranks, hosts, shared_memory)
+    call = (number, shape, debug, body.__module__, body.__name__, args)
     return _pool().run(num_ranks, pickle.dumps(call))
 
 
@@ -105,12 +115,14 @@ def _serve(rank: int, store_file: str, pipe: Connection) -> None:
     store = dist.FileStore(store_file, WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=START_UP)
     everyone = {n: make_lanes(list(range(n)), timeout=DEADLOCK) for n in (2, 3, WORLD)}
+    segments: dict[tuple[int, int, bool], Segment | None] = {}
     while True:
         try:
             call = pipe.recv_bytes()
         except EOFError:
             return
-        number, num_ranks, hosts, debug, module, name, args = pickle.loads(call)
+        number, shape, debug, module, name, args = pickle.loads(call)
+        num_ranks, hosts, shared_memory = shape
         try:
             torch.manual_seed(0)
             mesh = Mesh(
@@ -120,7 +132,17 @@ def _serve(rank: int, store_file: str, pipe: Connection) -> None:
                 store=dist.PrefixStore(f"call/{number}", store),
                 debug=debug,
             )
+            if shared_memory and shape not in segments:
+                segments[shape] = open_segment(
+                    functools.partial(mesh.gather_objects, edge=None),
+                    topology=mesh.topology,
+                    rank=rank,
+                    timeout_s=DEADLOCK.total_seconds(),
+                    arenas=(ARENA,),
+                )
+            mesh.wire.segment = segments.get(shape)
             result = getattr(importlib.import_module(module), name)(mesh, *args)
+            mesh.wire.segment = None  # the next body's
             mesh.close()
             answer = pickle.dumps((result, None))
         except BaseException:

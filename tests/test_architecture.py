@@ -24,7 +24,7 @@ WORDS = {
 MAY_IMPORT: dict[str, set[str]] = {
     "cost": set(),
     "planners": {"cost"},
-    "comm": set(),
+    "comm": {"native"},
     "storage": set(),
     "native": set(),
     "nn": {"native"},

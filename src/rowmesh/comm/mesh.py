@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import functools
 import os
 import pickle
 import signal
@@ -20,6 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 
 from rowmesh.comm.exchange import Channel, Lane, Wire
 from rowmesh.comm.ledger import Ledger
+from rowmesh.comm.shared import open_segment
 from rowmesh.comm.status import Bulletin, sentence_of
 from rowmesh.errors import InputError, PeerError
 from rowmesh.features import empty_like
@@ -287,6 +289,7 @@ def init_mesh(
     timeout_s: float = 60.0,
     device: torch.device | str | None = None,
     debug: bool | None = None,
+    shared_memory: bool | None = None,
 ) -> Mesh:
     """The mesh of this program: one process, or the ranks that ``torchrun`` started.
 
@@ -298,6 +301,8 @@ def init_mesh(
         timeout_s: How long any wait may last.
         device: Default ``cuda:LOCAL_RANK`` where CUDA is, else ``cpu``.
         debug: Check a header with every message; default the environment's ROWMESH_DEBUG.
+        shared_memory: Whether CPU ranks of a host use shared memory instead of gloo, where it can
+            be had; default unless the environment has ROWMESH_SHARED_MEMORY=0.
 
     Collective:
         All ranks.
@@ -307,6 +312,8 @@ def init_mesh(
         device = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
     debug = os.environ.get("ROWMESH_DEBUG", "") not in ("", "0") if debug is None else debug
+    if shared_memory is None:
+        shared_memory = os.environ.get("ROWMESH_SHARED_MEMORY", "") != "0"
     if not dist.is_initialized() and "WORLD_SIZE" not in os.environ:
         return Mesh(topology=Topology(), rank=0, lanes={}, device=device, debug=debug)
     timeout = timedelta(seconds=timeout_s)
@@ -330,6 +337,14 @@ def init_mesh(
         debug=debug,
     )
     _watch(mesh)
+    if mesh.topology.local > 1:
+        mesh.wire.segment = open_segment(
+            functools.partial(mesh.gather_objects, edge=None),
+            topology=mesh.topology,
+            rank=rank,
+            timeout_s=timeout_s,
+            is_wanted=shared_memory and device.type == "cpu",
+        )
     return mesh
 
 

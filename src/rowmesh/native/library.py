@@ -3,13 +3,14 @@
 import ctypes
 import functools
 import os
+from collections.abc import Mapping
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-__all__ = ["describe", "is_available", "is_wide", "library", "pointer", "ready", "takes"]
+__all__ = ["describe", "is_available", "is_wide", "library", "load", "pointer", "ready", "takes"]
 
 _INTERFACE = 1  # of kernels.c: rm_interface
 _MOST_IDS = (1 << 31) - 1  # places are int32
@@ -38,26 +39,44 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
 }
 
 
-@functools.cache
-def _find() -> tuple[ctypes.CDLL | None, str]:
-    """The library, and where it is or why there is none."""
+Functions = Mapping[str, tuple[type | None, list[type]]]
+"""Result and arguments of each."""
+
+
+def load(
+    module: str, *, version: str, interface: int, functions: Functions
+) -> tuple[ctypes.CDLL | None, str]:
+    """A library of this folder, and where it is or why there is none.
+
+    Args:
+        module: Its name, without what the platform adds.
+        version: The function that tells the interface it was built from.
+        interface: The one wanted.
+        functions: All others.
+    """
     if os.environ.get("ROWMESH_NATIVE", "") == "0":
         return None, "turned off by ROWMESH_NATIVE=0"
     here = Path(__file__).parent
-    path = next((p for s in EXTENSION_SUFFIXES if (p := here / f"_kernels{s}").exists()), None)
+    path = next((p for s in EXTENSION_SUFFIXES if (p := here / f"{module}{s}").exists()), None)
     if path is None:
         return None, "not built"
     try:
         found = ctypes.CDLL(str(path))
-        number = int(found.rm_interface())
-        if number != _INTERFACE:
-            return None, f"built from interface {number}, this is {_INTERFACE}"
-        for name, (result, arguments) in _FUNCTIONS.items():
+        number = int(getattr(found, version)())
+        if number != interface:
+            return None, f"built from interface {number}, this is {interface}"
+        for name, (result, arguments) in functions.items():
             function = getattr(found, name)
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
         return None, f"cannot be loaded: {error}"
     return found, path.name
+
+
+@functools.cache
+def _find() -> tuple[ctypes.CDLL | None, str]:
+    """The library, and where it is or why there is none."""
+    return load("_kernels", version="rm_interface", interface=_INTERFACE, functions=_FUNCTIONS)
 
 
 def library() -> ctypes.CDLL | None:

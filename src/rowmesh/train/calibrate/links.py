@@ -59,13 +59,21 @@ def measure_link(mesh: Mesh, link: Link, *, long_s: float = LONG_S) -> LinkRate 
     exchange = _Exchange(mesh, peers)
     latency = exchange.seconds(_SMALL, repeats=40)
     size, taken = _FIRST, 0.0
-    while taken < long_s and size < _LARGEST:
+    largest = _largest(mesh, link)
+    while taken < long_s and 2 * size <= largest:
         size *= 2
         taken = exchange.seconds(size, repeats=2)
     sizes = (size // 4, size)
     times = [[exchange.seconds(s, repeats=1) for s in sizes] for _ in range(_REPEATS)]
     short, long = (median(column) for column in zip(*times, strict=True))
     return LinkRate(latency_s=latency, bytes_per_s=parcels / fit_line(sizes, (short, long)))
+
+
+def _largest(mesh: Mesh, link: Link) -> int:
+    """The largest parcel to try: inside a host, one that still travels as smaller ones do."""
+    segment = mesh.wire.segment if link == "host" else None
+    mine = _LARGEST if segment is None else min(_LARGEST, segment.largest_bytes)
+    return int(min(mesh.gather_objects(mine)))
 
 
 def fit_line(sizes: Sequence[int], seconds: Sequence[float]) -> float:
