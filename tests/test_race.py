@@ -188,7 +188,7 @@ def test_what_their_lossy_setting_loses_is_told() -> None:
     assert summarise(bad)["theirs_lossy"]["loss_gap"] == pytest.approx(5.0)
 
 
-@pytest.mark.parametrize(("role", "limit"), [("ours_lossy", 1e-2), ("theirs_plain", 1e-3)])
+@pytest.mark.parametrize(("role", "limit"), [("ours_lossy", 0.5), ("theirs_plain", 1e-3)])
 def test_every_other_setting_has_a_limit(role: str, limit: float) -> None:
     bad = with_codec()
     losses = bad["entries"]["ours"]["losses"]
@@ -250,6 +250,25 @@ def test_lossy_and_plain_settings_get_columns_and_the_label() -> None:
     assert "label is E3" in page
     assert "| auto int8, E3 |" in page
     assert "| 7.50 [7.50, 7.50] |" in page  # 300 ms / 40
+
+
+@pytest.mark.parametrize(
+    ("codecs", "told"),
+    [
+        ("none", ""),
+        (
+            "rows: int8, pooled: int8, backward: int8, hot gradients: int8, dense: int8",
+            ", all int8",
+        ),
+        ("rows: fp16, dense: bf16", ", rows: fp16; dense: bf16"),
+    ],
+)
+def test_what_the_planner_chose_is_told(codecs: str, told: str) -> None:
+    more = with_codec()
+    plan = {"depth": 2, "hot_rows": 300, "host_rows": 0, "codecs": codecs}
+    more["entries"]["ours_lossy"]["plan"] = plan
+    page = markdown([more], plot="p.svg")
+    assert f"| auto int8, E3, depth 2, 300 hot rows{told} |" in page
 
 
 def test_the_goals_are_those_of_the_issue_and_have_shapes() -> None:

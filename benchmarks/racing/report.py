@@ -34,8 +34,8 @@ round is left out. Ranks of all hosts share this machine's cores: compare within
 LOSSY = f"""\
 rowmesh's lossy setting is the fastest of its best exact one with bf16 or int8 on the wire, and of
 what its planner takes if it may be lossy; its label is E3 (docs/exactness.md). Its first ten losses
-are within {MAX_LOSSY_GAP:g} of the exact ones, or the shape would have been refused; what codecs do
-to quality: docs/codecs.md.
+are within {MAX_LOSSY_GAP:g} of the exact ones ("loss gap" below), or the shape would have been
+refused: that finds faults; what codecs do to quality is in docs/codecs.md.
 """
 BETWEEN = """\
 A few steps of the exact setting, traced after the rounds (docs/trace.md): tracing makes a step a
@@ -238,8 +238,18 @@ def _setting(entry: dict[str, Any]) -> str:
         words.append(f"depth {plan['depth']}")
         words += [f"{plan['hot_rows']} hot rows"] * bool(plan["hot_rows"])
         words += [f"{plan['host_rows']} rows a host"] * bool(plan["host_rows"])
-        words += [plan["codecs"].replace(", ", "; ")] * (plan["codecs"] != "none")
+        if plan["codecs"] != "none":
+            words.append(_codecs(plan["codecs"]))
     return ", ".join(words)
+
+
+def _codecs(text: str) -> str:
+    """One word if all five edges have the same codec."""
+    pairs = [pair.split(": ") for pair in text.split(", ")]
+    names = {name for _, name in pairs}
+    if len(pairs) == 5 and len(names) == 1:
+        return f"all {names.pop()}"
+    return "; ".join(": ".join(pair) for pair in pairs)
 
 
 def _table(heads: list[str], rows: list[list[str]]) -> list[str]:
