@@ -89,7 +89,7 @@ def summary(plan: rm.Plan) -> dict[str, Any]:
     (a host's copies being spread over its ranks), ``whole_share`` of tables that are whole on
     every rank.
     """
-    words = [re.sub(r"\d+ \+ ", "+ ", f"{t.word}/{t.exchange}") for t in plan.tables]
+    words = [re.sub(r"hot \d+", "hot", f"{t.word}/{t.exchange}") for t in plan.tables]
     hot = [(t, tier, rows.count) for t in plan.tables for tier, rows in t.hot]
     spread = {Copies.WORLD: 1, Copies.HOST: plan.mesh.local}
     total = sum(t.num_embeddings * t.embedding_dim for t in plan.tables)
