@@ -29,6 +29,7 @@ from racing.session import Settings
 from racing.shapes import Shape, parse_shapes
 
 COLD, AUTO = "k = 0", "auto"
+COUNTED = 16  # batches of statistics, for all plans alike
 LEAST_GAIN = 0.025  # of a step: what the planner calls a gain
 LIMITS = {"late": 3.0, "exposed": 0.7, "bytes": 1.1, "memory": 0.02}
 
@@ -137,7 +138,8 @@ def make_settings(args: argparse.Namespace, folder: Path) -> Settings:
 def entries_of(fixed: Sequence[int], topology: Path) -> list[Entry]:
     """Plans that differ by their hot rows."""
     tiers = {COLD: "off", AUTO: "auto"} | {f"k = {k}": f"hot:{k}" for k in fixed}
-    common = ("--plan", "auto", "--depth", "2", "--topology", str(topology))
+    common = ("--plan", "auto", "--depth", "2", "--counted", str(COUNTED))
+    common += ("--topology", str(topology))
     return [
         Entry(role="ours", name=name, flags=(*common, "--tiers", word))
         for name, word in tiers.items()

@@ -33,6 +33,7 @@ def add_plan_flags(p: argparse.ArgumentParser) -> None:
         "--codecs", default="fp32", help="fp16, bf16, int8, or as in forward=fp16,backward=bf16"
     )
     p.add_argument("--allow", default="exact", choices=["exact", "lossy"], help="codecs that pay")
+    p.add_argument("--counted", type=int, help="batches of statistics: 4, 16 with tiers")
     p.add_argument("--no-dedup", action="store_true", help="ask for every id, not every distinct")
     p.add_argument(
         "--topology",

@@ -51,8 +51,9 @@ def pairs(ledger: dict[str, dict[str, int]]) -> Bytes:
 
 
 def count_accesses(args: argparse.Namespace, clicks: SyntheticClicks) -> rm.Stats:
-    """Of batches of rank 0 that are not trained on: 4, or 16 to tell hot rows from lucky ones."""
-    count = 4 if args.tiers == "off" else 16
+    """Of batches of rank 0 that are not trained on: 4, or 16 to tell hot rows from lucky ones,
+    or as many as the flags say."""
+    count = args.counted or (4 if args.tiers == "off" else 16)
     numbers = range(args.batches, args.batches + count)
     sample = [clicks.batch_at(0, i).sparse_features for i in numbers]
     return rm.Stats.from_batches(clicks.tables(args.dim), sample)
