@@ -20,25 +20,25 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from choosing import add_plan_flags, choose_plan, summary
 from dense_step import DENSE, EPS, dense_parts, sizes
-from forecasting import Foretold, count_accesses, forecast_ms, pairs
+from forecasting import Foretold, forecast_ms, pairs
 from racing.gates import Gate
 from racing.rounds import nic_bytes, timed
 from torch import Tensor
 
 import rowmesh as rm
-from rowmesh.cost import load_calibration
 from rowmesh.data.synthetic import SyntheticClicks
 from rowmesh.models.layers import seed_dense
-from rowmesh.placement import load_plan
-from rowmesh.placement.codecs import parse_codecs
+from rowmesh.runtime.embeddings import sharded_engines
 from rowmesh.storage import keep_freed_memory
+from rowmesh.trace.summary import summarise
 from rowmesh.trace.table import format_summary
 
 MAX_TRACE_STEPS = 1000  # a recorder that is full does not end the steps
@@ -84,6 +84,20 @@ class Job:
     plan_s: float
     step: Callable[[int], Tensor]
 
+    def ahead_rows(self) -> Counter[str]:
+        """Rows so far that owners sent ``early``, under an earlier step, and ``late``; of all
+        ranks. At depth 1 none is counted. Of a batch that is being begun some may be.
+
+        Collective:
+            All ranks.
+        """
+        found: Counter[str] = Counter(early=0, late=0)
+        ahead = [engine.look_ahead for engine in sharded_engines(self.model)]
+        mine = {"early": sum(a.num_early for a in ahead), "late": sum(a.num_late for a in ahead)}
+        for rank in self.mesh.gather_objects(mine, edge=None):
+            found.update(rank)
+        return found
+
 
 def build(args: argparse.Namespace, mesh: rm.Mesh) -> Job:
     """Data, model, plan and optimiser.
@@ -108,7 +122,6 @@ def build(args: argparse.Namespace, mesh: rm.Mesh) -> Job:
     seed_dense(layers, args.seed)
     started = time.perf_counter()
     plan = choose_plan(args, model, mesh, clicks)
-    plan = replace(plan, depth=args.depth, codecs=parse_codecs(args.codecs) or plan.codecs)
     plan_s = time.perf_counter() - started
     if mesh.rank == 0 and args.show_plan:
         print(plan, flush=True)
@@ -155,6 +168,7 @@ def measure(args: argparse.Namespace, job: Job) -> dict[str, Any]:
         All ranks.
     """
     mesh, losses = job.mesh, []
+    rows = job.ahead_rows()
     mesh.total(0)
     before = nic_bytes() or (0, 0)
     mesh.ledger.reset()
@@ -166,6 +180,7 @@ def measure(args: argparse.Namespace, job: Job) -> dict[str, Any]:
     sent = mesh.ledger.by_edge()
     mesh.total(0)
     moved = (nic_bytes() or (0, 0))[0] - before[0]
+    rows = job.ahead_rows() - rows
     times = [1e3 * (b - a) for a, b in itertools.pairwise(marks)]
     foretold = Foretold(job.clicks, job.plan, mesh, args.batches).over(args.warmup, args.steps)
     return {
@@ -174,6 +189,7 @@ def measure(args: argparse.Namespace, job: Job) -> dict[str, Any]:
         "ms_min": round(min(times), 2),
         "samples_s": round(args.batch * mesh.world / median(times) * 1e3),
         "cpu_ms": round(1e3 * cpu / args.steps, 1),
+        "ahead_rows": {key: round(rows[key] / args.steps, 1) for key in ("early", "late")},
         "mb_host_step": host_megabytes(mesh, moved / args.steps),
         "ledger_bytes": average(mesh.gather_objects(sent), args.steps),
         "predicted_mb": round(
@@ -203,21 +219,7 @@ def parse_args() -> argparse.Namespace:
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
     )
-    p.add_argument("--plan", default="auto", help="auto, table_wise, row_wise, data_parallel, FILE")
-    p.add_argument("--exchange", default="auto", choices=["auto", "rows", "pooled"])
-    p.add_argument(
-        "--depth", type=int, default=2, help="batches begun at a time; 1 looks not ahead"
-    )
-    p.add_argument(
-        "--codecs", default="fp32", help="fp16, bf16, int8, or as in forward=fp16,backward=bf16"
-    )
-    p.add_argument("--no-dedup", action="store_true", help="ask for every id, not every distinct")
-    p.add_argument(
-        "--topology",
-        action="append",
-        metavar="FILE",
-        help="speeds by rowmesh calibrate: a forecast for each, a plan for the first",
-    )
+    add_plan_flags(p)
     p.add_argument("--show-plan", action="store_true", help="print the plan first")
     p.add_argument("--cap", type=float, default=1e6, help="most rows of a table")
     p.add_argument("--dim", type=int, default=64)
@@ -243,26 +245,6 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def choose_plan(
-    args: argparse.Namespace, model: Any, mesh: rm.Mesh, clicks: SyntheticClicks
-) -> rm.Plan:
-    """A plan file, or a plan from the accesses of rank 0's first batches."""
-    if Path(args.plan).suffix == ".json":
-        return load_plan(args.plan)
-    rates = None
-    if args.topology:
-        rates = load_calibration(args.topology[0], topology=mesh.topology).rates
-    return rm.make_plan(
-        model,
-        mesh.topology,
-        stats=count_accesses(clicks, args.dim),
-        split=args.plan,
-        exchange=args.exchange,
-        dedup=not args.no_dedup,
-        rates=rates,
-    )
-
-
 class Work:
     """What this rank does in a race: the steps go on from the warm-up, so many at every gate."""
 
@@ -281,13 +263,15 @@ class Work:
             "versions": {"torch": torch.__version__, "rowmesh": rm.__version__},
         }
         gate = Gate(self.args.gate, rank=self.mesh.rank)
-        gate.serve(ready, {"steps": self.steps, "dense": self.dense})
+        work = {"steps": self.steps, "dense": self.dense, "trace": self.trace}
+        gate.serve(ready, work)
 
     def steps(self, count: int) -> dict[str, Any]:
         """Times; bytes of every host on its card and in the ledger; whether they were foretold."""
         first, mesh, local = self.number, self.mesh, self.mesh.topology.local
         self.sent.clear()
         found = timed(self.one, count=count, barrier=lambda: mesh.total(0))
+        rows = self.job.ahead_rows()
         exact = self.sent == self.foretold.over(first, count)
         cross = sum(n for (_, link), n in self.sent.items() if link == "cross")
         ranks = mesh.gather_objects((found["nic"], cross, exact))
@@ -296,8 +280,22 @@ class Work:
             "ms": found["ms"],
             "nic": [host[0][0] for host in hosts],
             "ledger": [sum(number for _, number, _ in host) for host in hosts],
+            "ahead_rows": {"step": self.number, **rows},  # since the first step
             "bytes_are_exact": all(exact for _, _, exact in ranks),
         }
+
+    def trace(self, count: int) -> dict[str, Any] | None:
+        """The summary of ``count`` traced steps, after one that is not; None if none fitted."""
+        mesh = self.mesh
+        self.one()
+        for _ in range(count):
+            mesh.trace.begin_step(self.number)
+            self.one()
+            if mesh.trace.is_on:  # else there were too many events
+                mesh.trace.end_step()
+        recording = mesh.trace.take(rank=mesh.rank, host=mesh.topology.host(mesh.rank))
+        found = summarise(mesh.gather_objects(recording, edge=None))
+        return None if found is None else found.to_dict()
 
     def one(self) -> None:
         """A step, its bytes counted without those of the barriers around a round."""
@@ -342,12 +340,6 @@ def average(ledgers: list[dict[str, dict[str, int]]], steps: int) -> dict[str, d
                 row = found.setdefault(edge, {})
                 row[link] = round(row.get(link, 0) + number / steps / len(ledgers), 1)
     return found
-
-
-def summary(plan: rm.Plan) -> dict[str, int]:
-    """Tables of each kind."""
-    words = [f"{t.word}/{t.exchange}" for t in plan.tables]
-    return {word: words.count(word) for word in sorted(set(words))}
 
 
 def commit() -> str | None:

@@ -14,7 +14,7 @@ from rowmesh.train.config import RunConfig
 from rowmesh.train.forecast import forecast_step
 from rowmesh.train.model import ModelConfig
 
-__all__ = ["Foretold", "count_accesses", "forecast_ms", "pairs"]
+__all__ = ["Foretold", "count_accesses", "count_layers", "forecast_ms", "pairs"]
 
 Bytes = Counter[tuple[str, str]]
 """By edge and link."""
@@ -50,10 +50,21 @@ def pairs(ledger: dict[str, dict[str, int]]) -> Bytes:
     return Counter({(edge, at): n for edge, links in ledger.items() for at, n in links.items()})
 
 
-def count_accesses(clicks: SyntheticClicks, dim: int) -> rm.Stats:
-    """Of four batches of rank 0."""
-    sample = [clicks.batch_at(0, i).sparse_features for i in range(4)]
-    return rm.Stats.from_batches(clicks.tables(dim), sample)
+def count_accesses(args: argparse.Namespace, clicks: SyntheticClicks) -> rm.Stats:
+    """Of batches of rank 0 that are not trained on: 4, or 16 to tell hot rows from lucky ones,
+    or as many as the flags say."""
+    count = args.counted or (4 if args.tiers == "off" else 16)
+    numbers = range(args.batches, args.batches + count)
+    sample = [clicks.batch_at(0, i).sparse_features for i in numbers]
+    return rm.Stats.from_batches(clicks.tables(args.dim), sample)
+
+
+def count_layers(args: argparse.Namespace, clicks: SyntheticClicks) -> tuple[float, float]:
+    """Flops and parameters of the dense layers."""
+    *bottom, _ = (int(word) for word in args.bottom.split(","))
+    *top, _ = (int(word) for word in args.top.split(","))
+    layers = ModelConfig(dim=args.dim, dense_layers=tuple(bottom), over_layers=tuple(top))
+    return count_dense(RunConfig(data=clicks, model=layers), clicks.batch_at(0, 0))
 
 
 def forecast_ms(
@@ -62,12 +73,8 @@ def forecast_ms(
     """What a step should take, by parts, for each --topology, by the name of its file."""
     if not args.topology:
         return {}
-    *bottom, _ = (int(word) for word in args.bottom.split(","))
-    *top, _ = (int(word) for word in args.top.split(","))
-    layers = ModelConfig(dim=args.dim, dense_layers=tuple(bottom), over_layers=tuple(top))
-    config = RunConfig(data=clicks, model=layers)
-    flops, parameters = count_dense(config, clicks.batch_at(0, 0))
-    stats, found = count_accesses(clicks, args.dim), {}
+    flops, parameters = count_layers(args, clicks)
+    stats, found = count_accesses(args, clicks), {}
     for path in args.topology:
         calibration = load_calibration(path)
         time = forecast_step(plan, stats, calibration, flops=flops, parameters=parameters)

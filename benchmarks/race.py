@@ -3,7 +3,10 @@
 ::
 
     python benchmarks/race.py --out benchmarks/reports/race_cpu2_DATE
+    python benchmarks/race.py --out benchmarks/reports/race_goals_cpu2_DATE --goals
 
+The second runs only the shapes that have a goal, and there only whom the goal is about (about half
+an hour).
 TorchRec is set up in an environment of its own, once. A shape is stored in OUT/ as soon as it is
 done and is not run again unless --again; OUT.md, OUT.json and OUT.svg are made from all that are
 stored, which must be of one code, settings and machine. Needs root and iproute2 for shapes of
@@ -25,6 +28,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from racing.goals import goal_shapes
 from racing.judge import refusal
 from racing.peer import TORCHREC, default_folder, ensure
 from racing.report import write_report
@@ -43,7 +47,7 @@ def main() -> None:
     """Run what is not stored yet, then report."""
     try:
         args = parse_args(sys.argv[1:])
-        shapes = parse_shapes(args.shapes, pooling=args.pooling, alpha=args.alpha)
+        shapes = choose_shapes(args)
         check(args, shapes)
         session = describe_session(args)
         todo = [s for s in shapes if args.again or not is_stored(args.out, s, session)]
@@ -72,6 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--shapes", default=ALL, help=f"default {ALL}")
     p.add_argument("--pooling", default="1,20")
     p.add_argument("--alpha", default="1.05,1.2")
+    p.add_argument("--goals", action="store_true", help="of these, shapes that have a goal")
     p.add_argument("--rounds", type=int, default=6, help="six give an interval of 97 %%")
     p.add_argument("--steps", type=int, default=6, help="of a round; the first is left out")
     p.add_argument("--trial-steps", type=int, default=3)
@@ -102,6 +107,22 @@ def parse_args(words: list[str]) -> argparse.Namespace:
             f"--help lists those it has"
         )
     return args
+
+
+def choose_shapes(args: argparse.Namespace) -> list[Shape]:
+    """All combinations of the flags, or those among them that have a goal.
+
+    Raises:
+        InputError: If a word cannot be read, or none has a goal.
+    """
+    shapes = parse_shapes(args.shapes, pooling=args.pooling, alpha=args.alpha)
+    if not args.goals:
+        return shapes
+    chosen = [shape for shape in shapes if shape in goal_shapes()]
+    if not chosen:
+        known = ", ".join(shape.name for shape in goal_shapes())
+        raise InputError(f"--goals: none of the shapes has a goal; these have: {known}")
+    return chosen
 
 
 def check(args: argparse.Namespace, shapes: list[Shape]) -> None:

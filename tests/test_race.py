@@ -14,7 +14,10 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.racing import floor, peer
+from benchmarks.racing.between import describe_gap, describe_step
+from benchmarks.racing.contestants import THEIRS, THEIRS_PLAIN, ours, ours_lossy, theirs_lossy
 from benchmarks.racing.gates import Gate, Gatekeeper
+from benchmarks.racing.goals import GOALS, goal_shapes, judge_goals, roles_of
 from benchmarks.racing.judge import interval, refusal, round_ms, summarise
 from benchmarks.racing.report import CAUTION, markdown, write_report
 from benchmarks.racing.shapes import ALL, parse_shapes
@@ -27,6 +30,44 @@ def round_of(ms: float, *, sent: int, ledger: int | None = None) -> dict[str, An
     found = {"ms": [9 * ms, ms, ms], "nic": [[sent, sent], [sent, sent]]}
     ours = {"ledger": [ledger, ledger], "bytes_are_exact": True}
     return found | ({} if ledger is None else ours)
+
+
+def row_of(name: str, ms: float, waiting: float = 0.0) -> dict[str, Any]:
+    """A phase of a trace."""
+    return {"name": name, "ms": ms, "waiting_ms": waiting}
+
+
+TRACE = {
+    "phases": [
+        row_of("lookup", 12),
+        row_of("vectors", 22, 21),
+        row_of("dense forward", 20),
+        row_of("backward", 30),
+        row_of("pool", 0.2),
+        row_of("other", 15),
+        row_of("step", 99.2, 21),
+    ],
+    "communication": [
+        {"lane": "", "exchange": "", "exposed_ms": 21, "in_flight_ms": 80},
+        {"lane": "rows", "exchange": "", "exposed_ms": 21, "in_flight_ms": 50},
+        {"lane": "rows", "exchange": "ids", "exposed_ms": 0.1, "in_flight_ms": 2},
+        {"lane": "rows", "exchange": "vectors", "exposed_ms": 18, "in_flight_ms": 50},
+    ],
+}
+
+
+def with_codec(*, ms: float = 40) -> dict[str, Any]:
+    """A result in which rowmesh's lossy setting and TorchRec's plain one take part."""
+    more = result()
+    entry = more["entries"]["ours"]
+    more["entries"] |= {
+        "ours_lossy": entry | {"name": "auto int8", "exactness": "E3", "losses": entry["losses"]},
+        "theirs_plain": entry | {"name": "table-wise, no pipeline"},
+    }
+    for found in more["rounds"]:
+        found["ours_lossy"] = round_of(ms, sent=1_020_000, ledger=1_000_000)
+        found["theirs_plain"] = round_of(300, sent=6_000_000)
+    return more
 
 
 def result(*, rate: str = "200mbit", rounds: int = 6, drift: float = 0.0) -> dict[str, Any]:
@@ -46,7 +87,8 @@ def result(*, rate: str = "200mbit", rounds: int = 6, drift: float = 0.0) -> dic
             }
             for t in turns
         ],
-        "floor": {"ms": 50.0, "megabytes": 0.9},
+        "floor": {"ms": 50, "megabytes": 0.9, "link_ms": 40, "dense_ms": 30, "path_ms": 50},
+        "traces": {"ours": TRACE},
         "forecast_ms": {"total": 104.0},
         "session": {
             "commit": "abc",
@@ -79,15 +121,15 @@ def test_the_first_step_of_a_round_is_left_out_and_the_rest_averaged() -> None:
 def test_ratios_are_paired_by_round_so_that_drift_cancels() -> None:
     found = summarise(result(drift=0.2))
     assert found["ours"]["ms"].high == pytest.approx(2 * found["ours"]["ms"].low)
-    ratio = found["theirs"]["ratio"]
-    assert (ratio.low, ratio.mid, ratio.high) == pytest.approx((0.5, 0.5, 0.5))
+    ratio = found["speedups"]["ours/theirs"]
+    assert (ratio.low, ratio.mid, ratio.high) == pytest.approx((2.0, 2.0, 2.0))
 
 
 def test_a_summary_has_samples_bytes_and_the_floor() -> None:
     found = summarise(result())
     assert found["ours"]["samples_s"] == pytest.approx(2 * 500 / 0.1)
     assert found["ours"]["megabytes"] == pytest.approx(1.02)  # 3.06 MB a round of three steps
-    assert found["over_floor"] == pytest.approx(2.0)
+    assert found["ours"]["over_floor"] == pytest.approx(2.0)
 
 
 def test_a_true_result_is_not_refused() -> None:
@@ -115,7 +157,7 @@ def test_losses_of_unequal_number_are_refused_below_ten_and_compared_above(role:
     bad = result()
     bad["entries"][role]["losses"].append(0.1)
     assert refusal(bad) is None
-    assert summarise(bad)["loss_gap"] == 0
+    assert summarise(bad)["theirs"]["loss_gap"] == 0
     del bad["entries"][role]["losses"][3:]
     assert "not 10 numbers" in str(refusal(bad))
 
@@ -139,10 +181,31 @@ def test_a_ledger_that_the_nic_contradicts_is_refused(ledger: int) -> None:
     assert "host 1 sent" in str(refusal(bad))
 
 
-def test_a_lossy_setting_may_lose() -> None:
+def test_what_their_lossy_setting_loses_is_told() -> None:
     bad = result()
-    bad["entries"]["theirs_lossy"]["losses"][3] = 5.0
+    bad["entries"]["theirs_lossy"]["losses"][3] += 5.0
     assert refusal(bad) is None
+    assert summarise(bad)["theirs_lossy"]["loss_gap"] == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize(("role", "limit"), [("ours_lossy", 0.5), ("theirs_plain", 1e-3)])
+def test_every_other_setting_has_a_limit(role: str, limit: float) -> None:
+    bad = with_codec()
+    losses = bad["entries"]["ours"]["losses"]
+    bad["entries"][role]["losses"] = [loss + 0.99 * limit for loss in losses]
+    assert refusal(bad) is None
+    bad["entries"][role]["losses"] = [*losses[:9], losses[9] - 1.01 * limit]
+    assert f"between ours and {role} (limit {limit:.0e})" in str(refusal(bad))
+
+
+def test_our_lossy_setting_must_send_what_is_predicted_too() -> None:
+    bad = with_codec()
+    bad["rounds"][0]["ours_lossy"]["bytes_are_exact"] = False
+    assert refusal(bad) == "rowmesh sent other bytes than rm.predict says (ours_lossy)"
+    bad = with_codec()
+    for found in bad["rounds"]:
+        found["ours_lossy"]["ledger"][0] = 2_000_000
+    assert "ledger of ours_lossy says" in str(refusal(bad))
 
 
 def test_a_host_without_a_link_has_no_bytes_to_compare() -> None:
@@ -160,11 +223,11 @@ def test_the_report_is_made_of_stored_results(tmp_path: Path) -> None:
     write_report([result(), refused], tmp_path / "race")
     page = (tmp_path / "race.md").read_text()
     assert "| 2x1 200mbit p1 α1.05 | 100 [100, 100] | 104 | 200 [200, 200] | 80 [80, 80] |" in page
-    assert "0.50 [0.50, 0.50] | 1.25 [1.25, 1.25] |" in page
-    assert "no lossy setting" in page
+    assert "2.00 [2.00, 2.00] | 0.80 [0.80, 0.80] |" in page
+    assert "label is E3" not in page
     assert "* 2x1 1gbit p1 α1.05: TorchRec planner ended: last words\n" in page
     stored = json.loads((tmp_path / "race.json").read_text())
-    assert stored["shapes"][0]["summary"]["theirs"]["ratio"]["mid"] == 0.5
+    assert stored["shapes"][0]["summary"]["speedups"]["ours/theirs"]["mid"] == 2.0
     assert stored["shapes"][0]["rounds"] == result()["rounds"]
     plot = ElementTree.fromstring((tmp_path / "race.svg").read_text())
     words = [text.text for text in plot.iter("{http://www.w3.org/2000/svg}text")]
@@ -180,14 +243,112 @@ def test_a_stored_result_that_breaks_a_rule_is_not_reported(tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
 
 
-def test_a_lossy_setting_of_ours_gets_its_column() -> None:
-    more = result()
-    more["entries"]["ours_lossy"] = more["entries"]["ours"]
-    for found in more["rounds"]:
-        found["ours_lossy"] = found["ours"]
+def test_lossy_and_plain_settings_get_columns_and_the_label() -> None:
+    page = markdown([with_codec()], plot="p.svg")
+    for head in ("rowmesh lossy ms", "TorchRec plain ms", "lossy / plain", "MB rowmesh lossy"):
+        assert f"| {head} |" in page
+    assert "label is E3" in page
+    assert "| auto int8, E3 |" in page
+    assert "| 7.50 [7.50, 7.50] |" in page  # 300 ms / 40
+
+
+@pytest.mark.parametrize(
+    ("codecs", "told"),
+    [
+        ("none", ""),
+        (
+            "rows: int8, pooled: int8, backward: int8, hot gradients: int8, dense: int8",
+            ", all int8",
+        ),
+        ("rows: fp16, dense: bf16", ", rows: fp16; dense: bf16"),
+    ],
+)
+def test_what_the_planner_chose_is_told(codecs: str, told: str) -> None:
+    more = with_codec()
+    plan = {"depth": 2, "hot_rows": 300, "host_rows": 0, "codecs": codecs}
+    more["entries"]["ours_lossy"]["plan"] = plan
     page = markdown([more], plot="p.svg")
-    assert "rowmesh lossy ms" in page
-    assert "no lossy setting" not in page
+    assert f"| auto int8, E3, depth 2, 300 hot rows{told} |" in page
+
+
+def test_the_goals_are_those_of_the_issue_and_have_shapes() -> None:
+    wanted = [(g.shape.layout, g.shape.pooling, g.ours, g.theirs, g.least) for g in GOALS]
+    assert wanted == [
+        ("1x2", 1, "ours", "theirs", 1.25),
+        ("2x1_1gbit", 1, "ours", "theirs", 2.0),
+        ("2x1_200mbit", 1, "ours", "theirs", 3.0),
+        ("2x1_200mbit", 1, "ours_lossy", "theirs_plain", 6.0),
+        ("2x1_200mbit", 1, "ours_lossy", "theirs_lossy", 2.8),
+        ("2x2_200mbit", 1, "ours", "theirs", 2.7),
+        ("2x2_200mbit", 1, "ours_lossy", "theirs_plain", 4.5),
+        ("2x2_200mbit", 1, "ours_lossy", "theirs_lossy", 2.0),
+        ("2x2_200mbit", 20, "ours", "theirs", 1.6),
+    ]
+    assert len(goal_shapes()) == 5
+    assert set(goal_shapes()) <= set(parse_shapes(ALL, pooling="1,20", alpha="1.05,1.2"))
+    assert roles_of(goal_shapes()[0]) == {"ours", "theirs"}
+    assert roles_of(goal_shapes()[2]) == {"ours", "theirs", *LOSSY_ROLES}
+
+
+LOSSY_ROLES = ("ours_lossy", "theirs_plain", "theirs_lossy")
+
+
+def test_goals_are_judged_by_the_median_and_the_interval() -> None:
+    more = with_codec()
+    for number, found in enumerate(more["rounds"]):
+        found["theirs"] = round_of(320 - 10 * number, sent=6_000_000)  # 3.2 to 2.7 times 100 ms
+    exact, plain, lossy = judge_goals([(more, summarise(more))])
+    assert (exact.holds, exact.holds_throughout, exact.is_near_floor) == (False, False, False)
+    assert exact.found.mid == pytest.approx(2.95)
+    assert (plain.holds, plain.holds_throughout, plain.is_near_floor) == (True, True, True)
+    assert lossy.found.mid == pytest.approx(2.0)
+    page = markdown([more], plot="p.svg")
+    assert "| rowmesh / TorchRec | 3x | 2.95 [2.70, 3.20] | NO | NO | 2.00 | NO |" in page
+    assert "| rowmesh lossy / TorchRec plain | 6x | 7.50 [7.50, 7.50] | yes | yes |" in page
+
+
+def test_a_goal_whose_contestant_did_not_run_is_not_judged() -> None:
+    verdicts = judge_goals([(result(), summarise(result()))])
+    assert [(v.goal.ours, v.goal.theirs) for v in verdicts] == [("ours", "theirs")]
+    assert judge_goals([(r := result(rate="500mbit"), summarise(r))]) == []
+
+
+def test_a_step_over_the_floor_is_explained_by_its_trace() -> None:
+    found = result()
+    assert describe_step(TRACE) == (
+        "step 99 ms: lookup 12, vectors 22 (21 waiting), dense forward 20, backward 30, other 15; "
+        "exposed 21 of 80 ms in flight (vectors 18)"
+    )
+    assert describe_gap(found, summarise(found)) == (
+        "2.00 floors of 50 ms (the path of a row): a traced step of 99 ms waits 21, spends 50 on "
+        "dense layers (alone 30) and 28 on other work"
+    )
+    page = markdown([found], plot="p.svg")
+    assert "* 2x1 200mbit p1 α1.05: step 99 ms: lookup 12," in page
+    assert "  Over the floor: 2.00 floors" in page
+    found["floor"]["ms"] = 84
+    assert describe_gap(found, summarise(found)) is None
+    assert "Over the floor" not in markdown([found], plot="p.svg")
+
+
+def test_lossy_settings_are_made_of_the_best_exact_ones() -> None:
+    files = [Path("a/2x1_1gbit.topology"), Path("a/2x1_200mbit.topology")]
+    entries = ours(files, hosts=2)
+    assert [e.name for e in entries] == [
+        *("auto for 2x1_1gbit", "auto for 2x1_200mbit", "table-wise", "row-wise"),
+    ]
+    auto = list(entries[1].flags)
+    assert [auto[auto.index(w) + 1] for w in ("--tiers", "--depth")] == ["auto", "auto"]
+    assert auto[auto.index("--topology") + 1] == str(files[1])  # plans for the first it is given
+    assert len(ours(files[:1], hosts=1)) == 4  # a split without depth inside a host
+    bf16, int8, free = ours_lossy(entries[2], files, files[1])
+    assert bf16.flags == (*entries[2].flags, "--codecs", "bf16")
+    assert int8.name == "table-wise int8"
+    assert free.flags[free.flags.index("--allow") + 1] == "lossy"
+    assert {e.role for e in (bf16, int8, free)} == {"ours_lossy"}
+    assert [e.name for e in theirs_lossy(THEIRS[1])] == ["planner fp16", "planner int8"]
+    assert THEIRS_PLAIN.flags[-2:] == ("--pipeline", "none")
+    assert not THEIRS_PLAIN.is_ours
 
 
 def test_the_race_has_28_shapes_and_rates_of_a_layout_are_neighbours() -> None:
@@ -307,6 +468,23 @@ def test_a_race_has_least_numbers(script: Any, words: str, limit: str) -> None:
     with pytest.raises(InputError, match=limit):
         race.check(race.parse_args(["--out", "x", *words.split()]), [])
     race.check(race.parse_args(["--out", "x", "--rounds", "5"]), [])
+
+
+def test_goals_choose_among_the_shapes(script: Any) -> None:
+    race = script("race")
+    words = ["--out", "x", "--goals"]
+    assert set(race.choose_shapes(race.parse_args(words))) == set(script_goals(script))
+    some = race.choose_shapes(race.parse_args([*words, "--shapes", "2x2@200mbit,4x1@1gbit"]))
+    assert [shape.name for shape in some] == ["2x2_200mbit_p1_a1.05", "2x2_200mbit_p20_a1.05"]
+    with pytest.raises(InputError, match=r"none of the shapes has a goal.*1x2_p1"):
+        race.choose_shapes(race.parse_args([*words, "--shapes", "4x1@1gbit"]))
+    settings = race.describe_session(race.parse_args(words))["settings"]
+    assert settings["goals"] is True
+
+
+def script_goals(script: Any) -> Any:
+    """As the script sees them: its modules are not those that were imported above."""
+    return script("racing.goals").goal_shapes()
 
 
 @pytest.mark.parametrize(

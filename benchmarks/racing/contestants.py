@@ -12,7 +12,16 @@ from rowmesh.lab import Lab, Run
 
 from .gates import Gatekeeper
 
-__all__ = ["OURS_LOSSY", "THEIRS", "Contestant", "Entry", "Place", "lossy", "ours"]
+__all__ = [
+    "THEIRS",
+    "THEIRS_PLAIN",
+    "Contestant",
+    "Entry",
+    "Place",
+    "ours",
+    "ours_lossy",
+    "theirs_lossy",
+]
 
 HERE = Path(__file__).resolve().parent.parent
 START_S, STEP_S = 400.0, 60.0  # longest start with its warm-up, longest step
@@ -21,7 +30,11 @@ CALIBRATE_S = 400.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """A setting that may run: ``role`` is ours, theirs, ours_lossy or theirs_lossy."""
+    """A setting that may run.
+
+    ``role`` is ours, theirs, ours_lossy, theirs_lossy, or theirs_plain: what TorchRec does in fp32
+    if its pipeline is not asked for.
+    """
 
     role: str
     name: str
@@ -46,32 +59,61 @@ def _theirs(name: str, *flags: str, role: str = "theirs") -> Entry:
     return Entry(role=role, name=name, flags=(*flags, "--pipeline", "sparse_dist"))
 
 
-OURS_LOSSY: tuple[Entry, ...] = ()  # its codecs do not take part yet
 THEIRS = (
     _theirs("table-wise", "--sharding", "table_wise"),
     _theirs("planner", "--sharding", "planner"),
 )
+THEIRS_PLAIN = Entry(
+    role="theirs_plain",
+    name="table-wise, no pipeline",
+    flags=("--sharding", "table_wise", "--pipeline", "none"),
+)
+AUTO = ("--plan", "auto", "--tiers", "auto", "--depth", "auto")
 
 
-def ours(topologies: list[Path]) -> tuple[Entry, ...]:
-    """rowmesh's exact settings: its planner's choice for each of the links, two fixed splits."""
-    autos = []
-    for first in topologies:
-        files = sorted(topologies, key=lambda path, first=first: path != first)
-        autos.append(_ours(f"auto for {first.stem}", "--plan", "auto", *_topology_flags(files)))
-    flags = _topology_flags(topologies)
+def ours(topologies: list[Path], *, hosts: int) -> tuple[Entry, ...]:
+    """rowmesh's exact settings: what its planner chooses for each of the links (hot rows, depth,
+    whatever else is exact), and two fixed splits two batches deep.
+
+    Inside one host there is little to hide, so a fixed split is tried without depth, too.
+    """
+    autos = [
+        _ours(f"auto for {t.stem}", *AUTO, *_topology_flags(topologies, t)) for t in topologies
+    ]
+    flags = _topology_flags(topologies, topologies[0])
+    fixed = [("table-wise", "table_wise", "2"), ("row-wise", "row_wise", "2")]
+    if hosts == 1:
+        fixed.append(("table-wise, depth 1", "table_wise", "1"))
     return (
         *autos,
-        _ours("table-wise", "--plan", "table_wise", "--exchange", "auto", *flags),
-        _ours("row-wise", "--plan", "row_wise", "--exchange", "auto", *flags),
+        *(_ours(name, "--plan", split, "--depth", d, *flags) for name, split, d in fixed),
     )
 
 
-def _topology_flags(files: list[Path]) -> list[str]:
-    return [word for path in files for word in ("--topology", str(path))]
+def _topology_flags(files: list[Path], first: Path) -> list[str]:
+    ordered = sorted(files, key=lambda path: path != first)
+    return [word for path in ordered for word in ("--topology", str(path))]
 
 
-def lossy(exact: Entry) -> tuple[Entry, ...]:
+def ours_lossy(exact: Entry, topologies: list[Path], first: Path) -> tuple[Entry, ...]:
+    """The best exact setting with two codecs, and what the planner takes if it may be lossy.
+
+    Args:
+        exact: The best exact setting.
+        topologies: Of all rates.
+        first: The one to plan for.
+    """
+    auto = (*AUTO, "--allow", "lossy", *_topology_flags(topologies, first))
+    return (
+        *(
+            Entry(role="ours_lossy", name=f"{exact.name} {c}", flags=(*exact.flags, "--codecs", c))
+            for c in ("bf16", "int8")
+        ),
+        Entry(role="ours_lossy", name=f"auto for {first.stem}, lossy allowed", flags=auto),
+    )
+
+
+def theirs_lossy(exact: Entry) -> tuple[Entry, ...]:
     """TorchRec's lossy settings with the sharding of its best exact one."""
     return tuple(
         Entry(
@@ -118,6 +160,10 @@ class Contestant:
         """Open the gate for dense steps (ours only)."""
         found: dict[str, float] = self._ask("dense", steps=count, timeout_s=60 + STEP_S * count)
         return found
+
+    def trace(self, count: int) -> dict[str, Any] | None:
+        """Open the gate for traced steps (ours only): their `Summary`, as a dict."""
+        return self._ask("trace", steps=count, timeout_s=60 + STEP_S * (count + 1))  # type: ignore[no-any-return]
 
     def _ask(self, do: str | None, *, steps: int, timeout_s: float) -> Any:
         try:
@@ -188,7 +234,7 @@ class Place:
         """
         if entry not in self.alive:
             self.set_rate(None)
-            name = f"{entry.role}-{entry.name}".replace(" ", "-")
+            name = f"{entry.role}-{entry.name}".replace(", ", "-").replace(" ", "-")
             folder = self.lab.tag.folder / "gates" / name  # goes with the lab, whatever happens
             launch = functools.partial(
                 self.lab.launch,

@@ -10,9 +10,10 @@ SERIES = (
     ("ours", "rowmesh, exact", "#0b6e4f", "circle"),
     ("ours_lossy", "rowmesh, lossy", "#7ac7a5", "circle"),
     ("theirs", "TorchRec, exact", "#c8553d", "square"),
+    ("theirs_plain", "TorchRec, plain", "#8c2f1b", "square"),
     ("theirs_lossy", "TorchRec, lossy", "#e9a23b", "diamond"),
 )
-LEFT, WIDTH, TOP, LINE, RIGHT = 190, 600, 64, 26, 30
+LEFT, WIDTH, TOP, LINE, RIGHT = 190, 640, 64, 32, 30
 TEXT = 'font-family="sans-serif" font-size="12" fill="#222"'
 STEPS = (1, 2, 5)
 
@@ -78,7 +79,7 @@ def _legend(names: set[str]) -> list[str]:
         if name in names:
             parts.append(_mark(mark, at, 40, colour))
             parts.append(f'<text x="{at + 10}" y="44" {TEXT}>{text}</text>')
-            at += 145
+            at += 120
     parts.append(f'<line x1="{at}" x2="{at}" y1="33" y2="47" stroke="#222" stroke-width="2.5"/>')
     return [*parts, f'<text x="{at + 8}" y="44" {TEXT}>floor</text>']
 

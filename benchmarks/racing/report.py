@@ -5,7 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .judge import Interval, refusal, summarise
+from .between import describe_gap, describe_step
+from .goals import Verdict, judge_goals
+from .judge import MAX_LOSSY_GAP, Interval, refusal, summarise
 from .plot import draw
 from .shapes import Shape
 
@@ -20,14 +22,42 @@ round is left out. Ranks of all hosts share this machine's cores: compare within
 * ms/step: median over rounds of the mean of a round, and the interval of the median [low, high].
 * forecast: what the cost model says of ours, from `rowmesh calibrate` on these hosts; the bytes of
   every step were predicted exactly, or the shape would have been refused.
-* ratio: ours / theirs, paired by round, median [low, high]; below 1 rowmesh is faster.
+* times as fast: theirs / ours, paired by round, median [low, high]; above 1 rowmesh is faster.
+  TorchRec's "exact" and "lossy" are the best of its settings; "plain" is table-wise fp32 without
+  its pipeline.
 * MB: sent by a host's NIC, a step, the mean over hosts.
 * floor: the least time and bytes of an exact step (formula in benchmarks/racing/floor.py),
   from the ids, the link rate and a dense step measured between the rounds. Homes are chosen
   without knowing the ids: rows placed to suit these batches would send less, and so might a home
   that moves, a bag half pooled and half rows, and lossy numbers, all outside this floor.
 """
-NO_CODEC = "Here is no lossy setting of rowmesh: its exact one is beside TorchRec's lossy one."
+LOSSY = f"""\
+rowmesh's lossy setting is the fastest of its best exact one with bf16 or int8 on the wire, and of
+what its planner takes if it may be lossy; its label is E3 (docs/exactness.md). Its first ten losses
+are within {MAX_LOSSY_GAP:g} of the exact ones ("loss gap" below), or the shape would have been
+refused: that finds faults; what codecs do to quality is in docs/codecs.md.
+"""
+BETWEEN = """\
+A few steps of the exact setting, traced after the rounds (docs/trace.md): tracing makes a step a
+little longer. "Exposed" is communication during which a rank could only wait.
+"""
+ROLES = {
+    "ours": "rowmesh",
+    "ours_lossy": "rowmesh lossy",
+    "theirs": "TorchRec",
+    "theirs_plain": "TorchRec plain",
+    "theirs_lossy": "TorchRec lossy",
+}
+SPEEDUPS = {
+    "ours/theirs": "exact / exact",
+    "ours/theirs_plain": "exact / plain",
+    "ours/theirs_lossy": "exact / lossy",
+    "ours_lossy/theirs": "lossy / exact",
+    "ours_lossy/theirs_plain": "lossy / plain",
+    "ours_lossy/theirs_lossy": "lossy / lossy",
+}
+Pairs = list[tuple[dict[str, Any], dict[str, Any]]]
+"""Results and their summaries."""
 
 
 def write_report(results: list[dict[str, Any]], out: Path) -> None:
@@ -68,11 +98,16 @@ def markdown(results: list[dict[str, Any]], *, plot: str) -> str:
     lines = ["# rowmesh beside TorchRec", ""]
     if good:
         lines += [_what_ran(good), "", CAUTION]
-        if not any("ours_lossy" in r["entries"] for r in good):
-            lines += [NO_CODEC, ""]
+        if any("ours_lossy" in r["entries"] for r in good):
+            lines += [LOSSY]
         lines += [f"![ms/step of every shape]({plot})", ""]
         pairs = [(r, summarise(r)) for r in good]
-        lines += ["## Time", "", *_times(pairs), "", "## Bytes and floor", "", *_bytes(pairs), ""]
+        verdicts = judge_goals(pairs)
+        if verdicts:
+            lines += ["## Goals", "", *_goals(verdicts), ""]
+        lines += ["## Time", "", *_times(pairs), "", "## Times as fast", "", *_speedups(pairs), ""]
+        lines += ["## Bytes and floor", "", *_bytes(pairs), ""]
+        lines += ["## Where a step of ours goes", "", BETWEEN, *_between(pairs), ""]
         lines += ["## Settings that the trials chose", "", *_settings(pairs), ""]
     if refused:
         lines += ["## Refused", ""]
@@ -104,39 +139,117 @@ def _what_ran(good: list[dict[str, Any]]) -> str:
     )
 
 
-def _times(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[str]:
-    columns = ["ours", "ours_lossy", "theirs", "theirs_lossy"]
-    names = ["rowmesh ms", "rowmesh lossy ms", "TorchRec ms", "TorchRec lossy ms"]
-    shown = [c for c in columns if any(c in s for _, s in pairs)]
-    heads = ["shape", *(n for c, n in zip(columns, names, strict=True) if c in shown)]
+def _goals(verdicts: list[Verdict]) -> list[str]:
+    rows = []
+    for verdict in verdicts:
+        goal = verdict.goal
+        rows.append(
+            [
+                label_of({"shape": dataclasses.asdict(goal.shape)}),
+                f"{ROLES[goal.ours]} / {ROLES[goal.theirs]}",
+                f"{goal.least:g}x",
+                _range(verdict.found, 2),
+                _word(verdict.holds),
+                _word(verdict.holds_throughout),
+                f"{verdict.over_floor:.2f}",
+                _word(verdict.is_near_floor),
+            ]
+        )
+    heads = ["shape", "who", "goal", "times as fast", "reached", "by all of the interval"]
+    return _table([*heads, "ours / floor", "at most 1.2"], rows)
+
+
+def _word(holds: bool) -> str:
+    """A goal that was missed must not be overlooked."""
+    return "yes" if holds else "NO"
+
+
+def _shown(pairs: Pairs) -> list[str]:
+    return [role for role in ROLES if any(role in found for _, found in pairs)]
+
+
+def _times(pairs: Pairs) -> list[str]:
+    shown = _shown(pairs)
+    heads = ["shape", *(f"{ROLES[role]} ms" for role in shown)]
     heads.insert(2, "forecast")
     rows = []
     for result, found in pairs:
-        cells = [_range(found[c]["ms"], 0) if c in found else "" for c in shown]
+        cells = [_range(found[role]["ms"], 0) if role in found else "" for role in shown]
         cells.insert(1, f"{result['forecast_ms']['total']:.0f}")
-        ratios = [_range(found[c]["ratio"], 2) for c in ("theirs", "theirs_lossy")]
-        rows.append([label_of(result), *cells, *ratios])
-    return _table([*heads, "ratio, exact", "ratio, lossy"], rows)
+        rows.append([label_of(result), *cells])
+    return _table(heads, rows)
 
 
-def _bytes(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[str]:
-    heads = ["shape", "samples/s ours", "theirs", "lossy", "MB ours", "theirs", "lossy"]
+def _speedups(pairs: Pairs) -> list[str]:
+    shown = [key for key in SPEEDUPS if any(key in found["speedups"] for _, found in pairs)]
     rows = []
     for result, found in pairs:
-        roles = ("ours", "theirs", "theirs_lossy")
-        speeds = [f"{found[r]['samples_s']:,.0f}" for r in roles]
-        sent = [_number(found[r]["megabytes"]) for r in roles]
-        floor = [_number(result["floor"]["megabytes"]), f"{result['floor']['ms']:.0f}"]
-        rows.append([label_of(result), *speeds, *sent, *floor, f"{found['over_floor']:.2f}"])
-    return _table([*heads, "least MB", "floor ms", "ours / floor"], rows)
+        known = found["speedups"]
+        cells = [_range(known[key], 2) if key in known else "" for key in shown]
+        rows.append([label_of(result), *cells])
+    return _table(["shape", *(SPEEDUPS[key] for key in shown)], rows)
 
 
-def _settings(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[str]:
+def _bytes(pairs: Pairs) -> list[str]:
+    shown = _shown(pairs)
+    heads = [f"MB {ROLES[role]}" for role in shown]
     rows = []
     for result, found in pairs:
-        names = [result["entries"][r]["name"] for r in ("ours", "theirs", "theirs_lossy")]
-        rows.append([label_of(result), *names, f"{found['loss_gap']:.0e}"])
-    return _table(["shape", "rowmesh", "TorchRec", "TorchRec lossy", "loss gap"], rows)
+        floor = result["floor"]
+        sent = [_number(found[r]["megabytes"]) if r in found else "" for r in shown]
+        cells = [f"{found['ours']['samples_s']:,.0f}", *sent, _number(floor["megabytes"])]
+        over = f"{found['ours']['over_floor']:.2f}"
+        rows.append([label_of(result), *cells, f"{floor['ms']:.0f}", over])
+    return _table(
+        ["shape", "samples/s rowmesh", *heads, "least MB", "floor ms", "ours / floor"], rows
+    )
+
+
+def _between(pairs: Pairs) -> list[str]:
+    lines = []
+    for result, found in pairs:
+        trace = result.get("traces", {}).get("ours")
+        told = "no trace" if trace is None else describe_step(trace)
+        lines.append(f"* {label_of(result)}: {told}.")
+        gap = describe_gap(result, found)
+        lines += [f"  Over the floor: {gap}."] * (gap is not None)
+    return lines
+
+
+def _settings(pairs: Pairs) -> list[str]:
+    shown = _shown(pairs)
+    rows = []
+    for result, found in pairs:
+        entries = result["entries"]
+        names = [_setting(entries[role]) if role in entries else "" for role in shown]
+        gaps = [f"{found[role]['loss_gap']:.0e}" if role in found else "" for role in shown[1:]]
+        rows.append([label_of(result), *names, *gaps])
+    gaps = [f"loss gap, {ROLES[role]}" for role in shown[1:]]
+    return _table(["shape", *(ROLES[role] for role in shown), *gaps], rows)
+
+
+def _setting(entry: dict[str, Any]) -> str:
+    """Its name; of ours also the label, and what the planner was free to choose."""
+    words = [entry["name"]]
+    plan = entry.get("plan", {})
+    if "exactness" in entry:
+        words.append(entry["exactness"])
+    if "depth" in plan:
+        words.append(f"depth {plan['depth']}")
+        words += [f"{plan['hot_rows']} hot rows"] * bool(plan["hot_rows"])
+        words += [f"{plan['host_rows']} rows a host"] * bool(plan["host_rows"])
+        if plan["codecs"] != "none":
+            words.append(_codecs(plan["codecs"]))
+    return ", ".join(words)
+
+
+def _codecs(text: str) -> str:
+    """One word if all five edges have the same codec."""
+    pairs = [pair.split(": ") for pair in text.split(", ")]
+    names = {name for _, name in pairs}
+    if len(pairs) == 5 and len(names) == 1:
+        return f"all {names.pop()}"
+    return "; ".join(": ".join(pair) for pair in pairs)
 
 
 def _table(heads: list[str], rows: list[list[str]]) -> list[str]:

@@ -2,7 +2,8 @@
 
 Trials choose, rounds count. In a trial every candidate runs once at each rate; the fastest of a
 role takes part in the rounds of that rate. In a round every contestant of the shape runs once, the
-order turning by one from round to round, so that a drift of the machine meets all alike.
+order turning by one from round to round, so that a drift of the machine meets all alike. After the
+rounds a few steps of ours are traced, which are not counted.
 """
 
 import dataclasses
@@ -17,8 +18,9 @@ import numpy as np
 
 from rowmesh.data.synthetic import SyntheticClicks
 
-from .contestants import OURS_LOSSY, THEIRS, Entry, Place, lossy, ours
+from .contestants import THEIRS, THEIRS_PLAIN, Entry, Place, ours, ours_lossy, theirs_lossy
 from .floor import Bytes, count_bytes, dense_parameters, floor
+from .goals import roles_of
 from .judge import round_ms
 from .shapes import Shape
 
@@ -26,11 +28,16 @@ __all__ = ["Settings", "run_group"]
 
 IDLE_S = 1.0
 DENSE_STEPS = 4
+TRACED_STEPS = 5
+EXACT = ("ours", "theirs")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Of the race: rounds, steps a round, steps of a trial; and the model both train."""
+    """Of the race: rounds, steps a round, steps of a trial; and the model both train.
+
+    ``goals`` leaves out contestants that no goal of a shape is about.
+    """
 
     rounds: int
     steps: int
@@ -46,6 +53,7 @@ class Settings:
     default_malloc: bool
     peer: str
     folder: Path
+    goals: bool = False
 
     def script_flags(self, shape: Shape) -> list[str]:
         """For both scripts. Ten warm-up steps at a rate that trains: their losses are compared."""
@@ -89,20 +97,27 @@ def run_group(
     flags = settings.script_flags(first)
     with Place(first.hosts, first.local, flags=flags, peer=settings.peer) as place:
         trial = functools.partial(_trial, place, settings=settings, say=say)
-        entries = ours([_topology(place, shape, settings, say) for shape in shapes])
+        files = {shape: _topology(place, shape, settings, say) for shape in shapes}
+        entries = ours(list(files.values()), hosts=first.hosts)
         tried = {shape: trial(shape, (*entries, *THEIRS)) for shape in shapes}
-        best = {s: [_fastest(tried[s], role) for role in ("ours", "theirs")] for s in shapes}
-        place.keep({entry for entries in best.values() for entry in entries})
-        extra = {shape: (*OURS_LOSSY, *lossy(entries[1])) for shape, entries in best.items()}
+        best = {s: {role: _fastest(tried[s], role) for role in EXACT} for s in shapes}
+        _keep(place, best)
         for shape in shapes:
-            tried[shape] |= trial(shape, extra[shape])
-            roles = dict.fromkeys(entry.role for entry in extra[shape])
-            best[shape] += [_fastest(tried[shape], role) for role in roles]
-            # before the next shape's start: all of them at once may not fit the memory
-            place.keep({entry for entries in best.values() for entry in entries})
+            others = {
+                "ours_lossy": ours_lossy(best[shape]["ours"], list(files.values()), files[shape]),
+                "theirs_plain": (THEIRS_PLAIN,),
+                "theirs_lossy": theirs_lossy(best[shape]["theirs"]),
+            }
+            for role, candidates in others.items():
+                if settings.goals and role not in roles_of(shape):
+                    continue
+                tried[shape] |= trial(shape, candidates)
+                best[shape][role] = _fastest(tried[shape], role)
+                _keep(place, best)  # before the next start: all at once may not fit the memory
         least = _least(first, settings)
         for shape in shapes:
-            result = _rounds(place, shape, best[shape], settings=settings, say=say)
+            chosen = list(best[shape].values())
+            result = _rounds(place, shape, chosen, settings=settings, say=say)
             trials = [
                 {"role": e.role, "name": e.name, "ms": round_ms(found["ms"]), "steps": found["ms"]}
                 for e, found in tried[shape].items()
@@ -147,6 +162,10 @@ def _fastest(tried: dict[Entry, dict[str, Any]], role: str) -> Entry:
     return min((e for e in tried if e.role == role), key=lambda e: round_ms(tried[e]["ms"]))
 
 
+def _keep(place: Place, best: dict[Shape, dict[str, Entry]]) -> None:
+    place.keep(entry for entries in best.values() for entry in entries.values())
+
+
 def _rounds(
     place: Place,
     shape: Shape,
@@ -169,8 +188,10 @@ def _rounds(
         rounds.append(found)
         times = ", ".join(f"{role} {round_ms(found[role]['ms']):.0f}" for role in contestants)
         say(f"{shape.name}: round {number + 1} of {settings.rounds}: {times} ms")
+    traced = [role for role in contestants if contestants[role].entry.is_ours]
     return {
         "shape": dataclasses.asdict(shape),
+        "traces": {role: contestants[role].trace(TRACED_STEPS) for role in traced},
         "batch": settings.batch,
         "entries": {role: c.describe() for role, c in contestants.items()},
         "rounds": rounds,

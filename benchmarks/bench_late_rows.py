@@ -1,0 +1,283 @@
+"""Do hot rows pay at depth 2? Late rows, exposed communication, bytes and memory, with and without.
+
+::
+
+    python benchmarks/bench_late_rows.py --out REPORT
+
+On emulated hosts (root and iproute2), for each shape: the planner's plan without hot rows (k = 0,
+dedup alone), the one with as many as it chooses (auto), and a few fixed k, all two batches deep,
+alive at once and in turn, round by round; each round some steps are timed and some traced. Prints
+and writes what is asked of hot rows with verdicts. Run nothing else meanwhile.
+"""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from racing.contestants import Entry, Place
+from racing.judge import interval, round_ms
+from racing.session import Settings
+from racing.shapes import Shape, parse_shapes
+
+COLD, AUTO = "k = 0", "auto"
+COUNTED = 16  # batches of statistics, for all plans alike
+LEAST_GAIN = 0.025  # of a step: what the planner calls a gain
+LIMITS = {"late": 3.0, "exposed": 0.7, "bytes": 1.1, "memory": 0.02}
+
+Rounds = Sequence[Mapping[str, Mapping[str, Any]]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """One thing that is asked, the figure, and whether it is so."""
+
+    asked: str
+    figure: str
+    holds: bool
+
+    def __str__(self) -> str:
+        return f"{self.asked}: {'yes' if self.holds else 'NO'}, {self.figure}"
+
+
+def main() -> None:
+    """Every shape, then the report."""
+    args = parse_args()
+    shapes = parse_shapes(args.shapes, pooling=str(args.pooling), alpha=str(args.alpha))
+    found = []
+    for shape in shapes:
+        found.append(measure(args, shape))
+        print("\n".join(describe(found[-1])), flush=True)
+    document = {"about": about(args), "shapes": found}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.with_name(args.out.name + ".json").write_text(json.dumps(document, indent=1) + "\n")
+    page = ["# Hot rows two batches deep", "", about_line(document["about"]), ""]
+    for result in found:
+        page += [*describe(result), ""]
+    args.out.with_name(args.out.name + ".md").write_text("\n".join(page))
+
+
+def parse_args() -> argparse.Namespace:
+    """The flags; the model's defaults are the race's."""
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
+    )
+    p.add_argument("--out", type=Path, required=True, help="path of the report without a suffix")
+    p.add_argument("--shapes", default="2x1@200mbit,2x2@200mbit")
+    p.add_argument("--hot", type=int, nargs="*", default=[256, 1024, 4096], help="fixed k")
+    p.add_argument("--pooling", type=int, default=1)
+    p.add_argument("--alpha", type=float, default=1.05)
+    p.add_argument("--rounds", type=int, default=6)
+    p.add_argument("--steps", type=int, default=6, help="of a round; the first is left out")
+    p.add_argument("--traced", type=int, default=4, help="steps of a round that are traced")
+    p.add_argument("--cap", type=float, default=2e5, help="most rows of a table")
+    p.add_argument("--batch", type=int, default=2048, help="samples per rank")
+    args = p.parse_args()
+    for name, least in (("rounds", 5), ("steps", 2), ("traced", 1)):
+        if getattr(args, name) < least:
+            p.error(f"--{name} is {getattr(args, name)}, but must be at least {least}")
+    return args
+
+
+def measure(args: argparse.Namespace, shape: Shape) -> dict[str, Any]:
+    """All plans of one shape in turn: their rounds, and what they are."""
+    with tempfile.TemporaryDirectory() as folder:
+        topology = Path(folder) / f"{shape.layout}.topology"
+        settings = make_settings(args, topology.parent)
+        flags = settings.script_flags(shape)
+        with Place(shape.hosts, shape.local, flags=flags, peer="") as place:
+            place.set_rate(shape.rate)
+            say(f"{shape.name}: rowmesh calibrate")
+            place.calibrate(topology, settings.model_settings())
+            for entry in entries_of(args.hot, topology):
+                place.start(entry)
+                say(f"{shape.name}: {entry.name} is ready")
+            place.set_rate(shape.rate)
+            alive = {entry.name: contestant for entry, contestant in place.alive.items()}
+            rounds: list[dict[str, Any]] = []
+            for number in range(args.rounds):
+                names = list(alive) if number % 2 == 0 else list(reversed(alive))
+                turn = {}
+                for name in names:
+                    steps = alive[name].steps(args.steps)
+                    turn[name] = steps | {"trace": alive[name].trace(args.traced)}
+                rounds.append(turn)
+                say(f"{shape.name}: round {number + 1} of {args.rounds}")
+            plans = {name: contestant.ready["plan"] for name, contestant in alive.items()}
+    return {"shape": shape.name, "plans": plans, "rounds": rounds}
+
+
+def make_settings(args: argparse.Namespace, folder: Path) -> Settings:
+    """The race's, of these flags."""
+    return Settings(
+        rounds=args.rounds,
+        steps=args.steps,
+        trial_steps=0,
+        cap=args.cap,
+        dim=64,
+        batch=args.batch,
+        bottom="512,256,64",
+        top="512,512,256,1",
+        batches=10,
+        seed=0,
+        dense_opt="adagrad",
+        default_malloc=False,
+        peer="",
+        folder=folder,
+    )
+
+
+def entries_of(fixed: Sequence[int], topology: Path) -> list[Entry]:
+    """Plans that differ by their hot rows."""
+    tiers = {COLD: "off", AUTO: "auto"} | {f"k = {k}": f"hot:{k}" for k in fixed}
+    common = ("--plan", "auto", "--depth", "2", "--counted", str(COUNTED))
+    common += ("--topology", str(topology))
+    return [
+        Entry(role="ours", name=name, flags=(*common, "--tiers", word))
+        for name, word in tiers.items()
+    ]
+
+
+def figures(rounds: Rounds, name: str) -> dict[str, list[float]]:
+    """Of every round: ms a step, exposed ms, MB a host sends a step."""
+    found: dict[str, list[float]] = {key: [] for key in ("ms", "exposed", "mb")}
+    for mine in (turn[name] for turn in rounds):
+        found["ms"].append(round_ms(mine["ms"]))
+        found["exposed"].append(mine["trace"]["communication"][0]["exposed_ms"])
+        found["mb"].append(fmean(mine["ledger"]) / len(mine["ms"]) / 1e6)
+    return found
+
+
+def ahead_rows(rounds: Rounds, name: str, kind: str) -> float:
+    """``early`` or ``late`` rows a step, of all ranks, from the first round to the last.
+
+    Not of single rounds: a batch that is being begun when the rows are read may count to either.
+    """
+    first, last = (rounds[i][name]["ahead_rows"] for i in (0, -1))
+    return float(last[kind] - first[kind]) / (last["step"] - first["step"])
+
+
+def judge(result: Mapping[str, Any]) -> list[Verdict]:
+    """The four things asked of hot rows; or, if the planner takes none, whether that is right."""
+    rounds, plan = result["rounds"], result["plans"][AUTO]
+    if plan["hot_rows"] + plan["host_rows"] == 0:
+        return [_none_is_right(result)]
+    cold, hot = figures(rounds, COLD), figures(rounds, AUTO)
+    rows = {name: ahead_rows(rounds, name, "late") for name in (COLD, AUTO)}
+    fewer = _over(rows[COLD], rows[AUTO])
+    exposed = interval([_over(b, a) for a, b in zip(cold["exposed"], hot["exposed"], strict=True)])
+    mb = interval([_over(b, a) for a, b in zip(cold["mb"], hot["mb"], strict=True)])
+    share = plan["hot_share"]
+    return [
+        Verdict(
+            asked=f"late rows at least {LIMITS['late']:g}x fewer than with dedup alone",
+            figure=f"{fewer:.2f} ({rows[COLD]:,.0f} and {rows[AUTO]:,.0f})",
+            holds=fewer >= LIMITS["late"],
+        ),
+        Verdict(
+            asked=f"exposed communication at most {LIMITS['exposed']:g}x",
+            figure=f"{exposed.mid:.2f} [{exposed.low:.2f}, {exposed.high:.2f}]",
+            holds=exposed.mid <= LIMITS["exposed"],
+        ),
+        Verdict(
+            asked=f"bytes across hosts at most {LIMITS['bytes']:g}x",
+            figure=f"{mb.mid:.3f}",
+            holds=mb.mid <= LIMITS["bytes"],
+        ),
+        Verdict(
+            asked=f"hot memory at most {LIMITS['memory']:.0%} of the tables",
+            figure=f"{share:.2%} on a rank (whole tables besides: {plan['whole_share']:.2%})",
+            holds=share <= LIMITS["memory"],
+        ),
+    ]
+
+
+def _none_is_right(result: Mapping[str, Any]) -> Verdict:
+    """No fixed k has a step that is shorter than that of k = 0 by more than the planner's gain."""
+    rounds = result["rounds"]
+    cold = figures(rounds, COLD)["ms"]
+    ratios = {
+        name: interval([b / a for a, b in zip(cold, figures(rounds, name)["ms"], strict=True)])
+        for name in result["plans"]
+        if name not in (COLD, AUTO)
+    }
+    told = ", ".join(f"{n} {r.mid:.3f} [{r.low:.3f}, {r.high:.3f}]" for n, r in ratios.items())
+    return Verdict(
+        asked="auto picks k = 0, and no k of the sweep is faster",
+        figure=f"ms over k = 0: {told or 'no k was tried'}",
+        holds=bool(ratios) and all(r.mid >= 1 - LEAST_GAIN for r in ratios.values()),
+    )
+
+
+def _over(a: float, b: float) -> float:
+    return a / b if b else math.inf if a else 1.0
+
+
+def describe(result: Mapping[str, Any]) -> list[str]:
+    """A table of the plans, then the verdicts."""
+    heads = [
+        "plan",
+        "hot rows",
+        "a host's",
+        "memory",
+        "ms/step",
+        "late rows",
+        "early",
+        "exposed ms",
+    ]
+    lines = [f"## {result['shape']}", ""]
+    lines += ["| " + " | ".join([*heads, "MB a host"]) + " |", "| --- " + "| --: " * 8 + "|"]
+    for name, plan in result["plans"].items():
+        found = figures(result["rounds"], name)
+        ms, exposed = interval(found["ms"]), interval(found["exposed"])
+        cells = [
+            name,
+            f"{plan['hot_rows']:,}",
+            f"{plan['host_rows']:,}",
+            f"{plan['hot_share']:.2%}",
+            f"{ms.mid:.0f} [{ms.low:.0f}, {ms.high:.0f}]",
+            *(f"{ahead_rows(result['rounds'], name, kind):,.0f}" for kind in ("late", "early")),
+            f"{exposed.mid:.0f} [{exposed.low:.0f}, {exposed.high:.0f}]",
+            f"{fmean(found['mb']):.2f}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    exact = all(turn[n]["bytes_are_exact"] for turn in result["rounds"] for n in result["plans"])
+    lines += ["", f"Bytes as predicted in every round: {'yes' if exact else 'NO'}.", ""]
+    return [*lines, *(f"* {verdict}" for verdict in judge(result))]
+
+
+def about(args: argparse.Namespace) -> dict[str, Any]:
+    """What ran; no path of this machine."""
+    git = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    here = Path(__file__).parent
+    commit = subprocess.run(git, cwd=here, capture_output=True, text=True, check=False)
+    return {
+        "args": {k: v for k, v in vars(args).items() if k != "out"},
+        "commit": commit.stdout.strip() or None,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+    }
+
+
+def about_line(found: Mapping[str, Any]) -> str:
+    """The same for people; rows are of all ranks together, a step."""
+    flags = " ".join(f"{key}={value}" for key, value in found["args"].items())
+    return (
+        f"{found['date']}; commit {found['commit']}; {flags}. Rows: of all ranks together, a step."
+    )
+
+
+def say(line: str) -> None:
+    """A line of progress."""
+    print(f"{datetime.now(UTC):%H:%M:%S} {line}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
