@@ -545,7 +545,7 @@ def test_run_shows_rank_0_names_the_rank_that_failed_and_counts(tmp_path: Path) 
     file, logs = tmp_path / "run.json", tmp_path / "logs"
     options = ["--hosts", "2", "--ranks-per-host", "2", "--rate", "200mbit", "--timeout", "90"]
     keep = ["--json", str(file), "--log-dir", str(logs)]
-    result = run("run", *options, *keep, "--", RANK, "1", "3")
+    result = run("run", *options, *keep, "--", RANK, "1", "3", str(tmp_path))
     assert result.exit_code == 3, result.output
     line = "RANK={0} GROUP_RANK={1} LOCAL_RANK={2} LOCAL_WORLD_SIZE=2 WORLD_SIZE=4 TB_HOST={1}\n"
     assert result.stdout == line.format(0, 0, 0)
@@ -575,7 +575,7 @@ def wait_for(file: Path, text: str) -> None:
 def test_two_runs_at_once_in_one_lab(tmp_path: Path) -> None:
     with Lab(2, rate="200mbit") as lab:
         good = lab.launch([RANK], ranks_per_host=2)
-        bad = lab.launch([RANK, "3", "5"], ranks_per_host=2, log_dir=tmp_path)
+        bad = lab.launch([RANK, "3", "5", str(tmp_path)], ranks_per_host=2, log_dir=tmp_path)
         slow = lab.launch(["-c", "import time; time.sleep(600)"], ranks_per_host=1)
         assert [line.split()[0] for line in good.lines] == ["RANK=0"]
         assert (good.wait(timeout=90), good.failure()) == (0, "")
