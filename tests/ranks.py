@@ -8,6 +8,7 @@ pool. A body that raises or hangs may leave messages behind, so the pool is then
 
 import atexit
 import functools
+import gc
 import importlib
 import itertools
 import multiprocessing as mp
@@ -32,6 +33,18 @@ DEADLOCK = timedelta(seconds=10)  # a wait that lasts longer never ends
 START_UP = timedelta(seconds=60)  # four processes that import torch on a busy machine
 
 
+# Imported once, by the process of which all others are forks. The first optimizer of a process
+# imports torch._dynamo, which takes as long as torch itself.
+PRELOADED = ["torch._dynamo", "torch.distributed", "rowmesh.cli", "tests.cases"]
+
+
+def warm_context() -> Any:
+    """How to start processes that need not import anything; for tests of any kind."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
 class RankError(AssertionError):
     """A body raised, hung or died; the message has every rank's traceback."""
 
@@ -47,8 +60,7 @@ def run_on_ranks(
 
 class _Pool:
     def __init__(self) -> None:
-        ctx = mp.get_context("forkserver")
-        ctx.set_forkserver_preload(["torch.distributed", "rowmesh"])  # one import, WORLD forks
+        ctx = warm_context()
         self.folder = tempfile.TemporaryDirectory()
         store = str(Path(self.folder.name) / "store")
         self.pipes, self.processes = [], []
@@ -101,6 +113,7 @@ def _pool() -> _Pool:
 
 
 def _serve(rank: int, store_file: str, pipe: Connection) -> None:
+    gc.freeze()  # what was imported stays
     torch.set_num_threads(1)
     store = dist.FileStore(store_file, WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=START_UP)
@@ -112,7 +125,7 @@ def _serve(rank: int, store_file: str, pipe: Connection) -> None:
             return
         number, num_ranks, hosts, debug, module, name, args = pickle.loads(call)
         try:
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             mesh = Mesh(
                 topology=Topology(hosts=hosts, local=num_ranks // hosts),
                 rank=rank,
