@@ -253,7 +253,7 @@ class Model(nn.Module):
                 module = self.collections[-1].table_modules()[config.name]
                 module.weight.requires_grad_(table.trainable)
                 width += table.dim * table.features
-        torch.manual_seed(7)
+        torch.default_generator.manual_seed(7)  # other devices would cost a millisecond
         self.hidden = nn.Linear(width, 5)
         if case.has_unused:  # keeps its bucket from being sent in backward
             self.unused = nn.Linear(2, 2)

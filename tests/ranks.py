@@ -10,6 +10,7 @@ then started anew.
 
 import atexit
 import functools
+import gc
 import importlib
 import itertools
 import multiprocessing as mp
@@ -36,6 +37,18 @@ ARENA = 1 << 20  # bytes: small, so that some messages find it full and some are
 START_UP = timedelta(seconds=60)  # four processes that import torch on a busy machine
 
 
+# Imported once, by the process of which all others are forks. The first optimizer of a process
+# imports torch._dynamo, which takes as long as torch itself.
+PRELOADED = ["torch._dynamo", "torch.distributed", "rowmesh.cli", "tests.cases"]
+
+
+def warm_context() -> Any:
+    """How to start processes that need not import anything; for tests of any kind."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
 class RankError(AssertionError):
     """A body raised, hung or died; the message has every rank's traceback."""
 
@@ -57,8 +70,7 @@ def run_on_ranks(
 
 class _Pool:
     def __init__(self) -> None:
-        ctx = mp.get_context("forkserver")
-        ctx.set_forkserver_preload(["torch.distributed", "rowmesh"])  # one import, WORLD forks
+        ctx = warm_context()
         self.folder = tempfile.TemporaryDirectory()
         store = str(Path(self.folder.name) / "store")
         self.pipes, self.processes = [], []
@@ -111,6 +123,7 @@ def _pool() -> _Pool:
 
 
 def _serve(rank: int, store_file: str, pipe: Connection) -> None:
+    gc.freeze()  # what was imported stays
     torch.set_num_threads(1)
     store = dist.FileStore(store_file, WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=START_UP)
@@ -124,7 +137,7 @@ def _serve(rank: int, store_file: str, pipe: Connection) -> None:
         number, shape, debug, module, name, args = pickle.loads(call)
         num_ranks, hosts, shared_memory = shape
         try:
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             mesh = Mesh(
                 topology=Topology(hosts=hosts, local=num_ranks // hosts),
                 rank=rank,

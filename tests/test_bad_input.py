@@ -21,7 +21,7 @@ from tests.processes import ROOT, finish, settings, start_ranks
 from tests.ranks import run_on_ranks
 from tests.sources import BadClicks, write_recipe
 
-LIMIT_S = 10.0
+LIMIT_S = 30.0  # on a busy machine; a peer that said nothing would be waited for longer
 
 SENTENCES = {
     "nan": "rank 1: step 3: dense column 2, sample 5 is nan, but must be finite",
@@ -169,7 +169,7 @@ def limit_files() -> None:
 
 
 def test_a_disk_that_is_full_when_a_checkpoint_is_due(tmp_path: Path) -> None:
-    arguments = ["train", "--folder", str(tmp_path / "run")]
+    arguments = ["rowmesh", "train", "--folder", str(tmp_path / "run")]
     arguments += settings("data.cap=5000", "checkpoint.every=2")
     ranks = start_ranks(arguments, ranks=2, preexec_fn=limit_files)
     ended = [finish(rank) for rank in ranks]
@@ -180,7 +180,8 @@ def test_a_disk_that_is_full_when_a_checkpoint_is_due(tmp_path: Path) -> None:
 
 
 def test_a_plan_for_another_world_ends_every_rank(plan_file: Path, tmp_path: Path) -> None:
-    arguments = ["train", "--plan", str(plan_file), "--folder", str(tmp_path / "run"), *settings()]
+    arguments = ["rowmesh", "train", "--plan", str(plan_file), "--folder", str(tmp_path / "run")]
+    arguments += settings()
     ended = [finish(process) for process in start_ranks(arguments, ranks=2)]
     assert [code for code, _, _ in ended] == [2, 2]
     assert ended[0][2] == (
@@ -192,10 +193,17 @@ def test_a_plan_for_another_world_ends_every_rank(plan_file: Path, tmp_path: Pat
 
 def test_bad_data_ends_every_rank_and_keeps_the_checkpoints(tmp_path: Path) -> None:
     recipe, folder = write_recipe(tmp_path, "nan", at=6), tmp_path / "run"
-    arguments = ["train", str(recipe), "--folder", str(folder), "--set", "model.dim=4"]
-    arguments += ["--set", "training.log_every=1", "--set", "checkpoint.every=2"]
+    arguments = ["rowmesh", "train", str(recipe), "--folder", str(folder)]
+    arguments += [
+        "--set",
+        "model.dim=4",
+        "--set",
+        "training.log_every=1",
+        "--set",
+        "checkpoint.every=2",
+    ]
     arguments += ["--set", "training.tensorboard=false"]
-    ended = [finish(process) for process in start_ranks(arguments, ranks=2, cwd=ROOT)]
+    ended = [finish(process) for process in start_ranks(arguments, ranks=2)]
     assert time.time() - float((tmp_path / "mark").read_text()) < LIMIT_S
     assert [code for code, _, _ in ended] == [2, 2]
     assert ended[0][2] == (

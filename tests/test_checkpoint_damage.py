@@ -3,7 +3,6 @@
 import ast
 import hashlib
 import json
-import multiprocessing as mp
 import os
 import pickle
 import random
@@ -24,7 +23,7 @@ import rowmesh as rm
 from rowmesh.comm.mesh import Mesh
 from rowmesh.train import checkpoint
 from tests.cases import Case, Collection, Table
-from tests.ranks import run_on_ranks
+from tests.ranks import run_on_ranks, warm_context
 from tests.scripts.checkpointing import POINTS, alone, progress
 from tests.test_checkpoint import different, make_case, one_rank, spoil, start, state_of, train
 
@@ -221,8 +220,7 @@ def test_a_forged_description_is_refused(
     "point", [*POINTS[:3], *(pytest.param(p, marks=pytest.mark.nightly) for p in POINTS[3:])]
 )
 def test_a_kill_inside_a_write_leaves_the_checkpoint_before(point: str, tmp_path: Path) -> None:
-    context = mp.get_context("forkserver")
-    process = context.Process(target=alone, args=(str(tmp_path / "killed"), point))
+    process = warm_context().Process(target=alone, args=(str(tmp_path / "killed"), point))
     process.start()
     process.join(timeout=60)
     assert process.exitcode == -signal.SIGKILL

@@ -215,7 +215,7 @@ def test_an_interrupt_stops_all_ranks_after_one_step_with_a_checkpoint(tmp_path:
 @pytest.mark.nightly
 def test_a_signal_to_one_rank_of_a_launcher_stops_all(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    ranks = start_ranks(["train", "--folder", str(folder), *LONG], ranks=2)
+    ranks = start_ranks(["rowmesh", "train", "--folder", str(folder), *LONG], ranks=2)
     wait_for_step(ranks[0])
     ranks[1].send_signal(signal.SIGTERM)
     ended = [finish(rank) for rank in ranks]

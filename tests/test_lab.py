@@ -367,17 +367,20 @@ def test_programs_in_a_host_find_their_names_and_settings(lab: Lab) -> None:
 
 
 def test_links_have_the_rate_both_ways_and_the_inside_of_a_host_does_not(lab: Lab) -> None:
-    before = lab.counters()
-    inside, one_way, both_ways = measure(lab, window_s=0.4)
-    after = lab.counters()
-    assert [r.ok for r in (inside, one_way, both_ways)] == [True] * 3
-    assert inside.verdict == "not shaped"
-    assert inside.payload_bits > 2 * 20e6
+    least = 0.4 * 0.9 * 20e6 / 8  # of one window
+    for attempt in range(5):  # a busy machine sends less, but a link never lets more through
+        before = lab.counters()
+        inside, one_way, both_ways = measure(lab, window_s=0.4)
+        after = lab.counters()
+        assert inside.verdict == "not shaped"
+        assert max(one_way.wire_bits, both_ways.wire_bits) <= 1.1 * 20e6
+        if one_way.ok and both_ways.ok and inside.payload_bits > 2 * 20e6:
+            break
+        assert attempt < 4, (inside, one_way, both_ways)
     for reading in (one_way, both_ways):
-        assert 0.9 * 20e6 <= reading.wire_bits <= 1.1 * 20e6
+        assert reading.wire_bits >= 0.9 * 20e6
     sent = [a.sent - b.sent for a, b in zip(after, before, strict=True)]
     received = [a.received - b.received for a, b in zip(after, before, strict=True)]
-    least = 0.4 * 0.9 * 20e6 / 8  # of one window
     assert sent[0] > 2 * least, "host 0 sent in both measurements"
     assert sent[1] > least
     assert received[1] > 2 * least
@@ -506,6 +509,8 @@ def test_clean_removes_all_of_a_killed_launcher_and_nothing_of_a_live_lab(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launcher, tag = start_launcher()
+    mine = (tag, lab.tag)  # what others left over is theirs, and may go at any moment
+    monkeypatch.setattr(remains, "find_tags", lambda: [t for t in find_tags() if t in mine])
     with launcher:
         assert run("list").stdout.count(f"{tag}  in use (pid {tag.pid})\n") == 1
         launcher.kill()
@@ -515,16 +520,15 @@ def test_clean_removes_all_of_a_killed_launcher_and_nothing_of_a_live_lab(
     assert [len(found) for found in pids] == [2, 2], "a child and its detached child, each"
     assert tag.folder.is_dir()
     assert f"{tag}  left over" in run("list").stdout
-    mine = lab.spawn(0, ["sleep", "600"])
+    child = lab.spawn(0, ["sleep", "600"])
     result = run("clean")
     assert result.exit_code == 0, result.output
     assert f"{tag}: removed 4 processes, 3 namespaces, 1 folder\n" in result.stdout
     assert str(lab.tag) not in result.stdout
     assert is_gone(tag)
     assert [start_time(int(pid)) for found in pids for pid in found] == [None] * 4
-    assert mine.poll() is None
+    assert child.poll() is None
     assert len(namespaces(lab.tag)) == 3
-    monkeypatch.setattr(remains, "find_tags", lambda: [lab.tag])
     assert clean() == []
     assert run("clean").stdout == "nothing to remove\n"
 
@@ -545,7 +549,7 @@ def test_run_shows_rank_0_names_the_rank_that_failed_and_counts(tmp_path: Path) 
     file, logs = tmp_path / "run.json", tmp_path / "logs"
     options = ["--hosts", "2", "--ranks-per-host", "2", "--rate", "200mbit", "--timeout", "90"]
     keep = ["--json", str(file), "--log-dir", str(logs)]
-    result = run("run", *options, *keep, "--", RANK, "1", "3")
+    result = run("run", *options, *keep, "--", RANK, "1", "3", str(tmp_path))
     assert result.exit_code == 3, result.output
     line = "RANK={0} GROUP_RANK={1} LOCAL_RANK={2} LOCAL_WORLD_SIZE=2 WORLD_SIZE=4 TB_HOST={1}\n"
     assert result.stdout == line.format(0, 0, 0)
@@ -575,7 +579,7 @@ def wait_for(file: Path, text: str) -> None:
 def test_two_runs_at_once_in_one_lab(tmp_path: Path) -> None:
     with Lab(2, rate="200mbit") as lab:
         good = lab.launch([RANK], ranks_per_host=2)
-        bad = lab.launch([RANK, "3", "5"], ranks_per_host=2, log_dir=tmp_path)
+        bad = lab.launch([RANK, "3", "5", str(tmp_path)], ranks_per_host=2, log_dir=tmp_path)
         slow = lab.launch(["-c", "import time; time.sleep(600)"], ranks_per_host=1)
         assert [line.split()[0] for line in good.lines] == ["RANK=0"]
         assert (good.wait(timeout=90), good.failure()) == (0, "")
@@ -642,7 +646,7 @@ def test_the_first_ctrl_c_goes_to_the_ranks_and_the_second_kills(
 
 @pytest.mark.nightly
 @needs_hosts
-def test_clean_after_sigkill_of_a_real_run(tmp_path: Path) -> None:
+def test_clean_after_sigkill_of_a_real_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script, logs = tmp_path / "patient.py", tmp_path / "logs"
     script.write_text(PATIENT.format(act="None"))
     words = [sys.executable, "-m", "rowmesh.cli", "lab", "run", "--rate", "1gbit"]
@@ -652,6 +656,7 @@ def test_clean_after_sigkill_of_a_real_run(tmp_path: Path) -> None:
             wait_for(logs / f"rank{rank}.out", "up")
         launcher.kill()
     (tag,) = (tag for tag in find_tags() if tag.pid == launcher.pid)
+    monkeypatch.setattr(remains, "find_tags", lambda: [t for t in find_tags() if t == tag])
     assert len(processes_of(tag)) == 6, "two torchruns and four ranks outlive the launcher"
     assert f"{tag}: removed 6 processes, 3 namespaces, 1 folder\n" in run("clean").stdout
     assert is_gone(tag)

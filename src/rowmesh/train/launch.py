@@ -35,6 +35,9 @@ T = TypeVar("T")
 
 _BAD_INPUT, _OTHER = 2, 1
 _SHUTDOWN_S = 8  # ranks that outlive a failed one so long are killed
+# One process imports these, and ranks are its forks. torch._dynamo is what the first optimizer of a
+# process imports, and takes as long as torch itself.
+_PRELOADED = ["rowmesh", "torch._dynamo"]
 _LAUNCHER_LOGS = ("distributed.elastic", "multiprocessing.spawn")
 _STOPPED = re.compile(r"KeyboardInterrupt: (.*)")
 _OURS = re.compile(r"(?:InputError|PlanError|NotExecutable|StepError|PeerError): ")
@@ -86,6 +89,7 @@ def _start(work: Callable[[Mesh], T], ranks: int) -> T:
         _quiet_launcher(),
         _forwarded_signals() as forwarded,
     ):
+        multiprocessing.set_forkserver_preload(_PRELOADED)
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -97,6 +101,7 @@ def _start(work: Callable[[Mesh], T], ranks: int) -> T:
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=logs),
             shutdown_timeout=_SHUTDOWN_S,
+            start_method="forkserver",
         )
         try:
             result: T = elastic_launch(config, _run_rank)(work)[0]
