@@ -34,6 +34,7 @@ def main() -> None:
     args = parse_args()
     torch.set_num_threads(1)
     trials, notes = choose_trials(args)
+    code = commit()  # as it is now: the runs take long
     started, runs = time.monotonic(), []
     with rm.init_mesh(timeout_s=300.0) as mesh:
         total = len(trials) * len(args.seeds) * len(ARMS) * len(args.rates)
@@ -46,7 +47,7 @@ def main() -> None:
                     if mesh.rank == 0:
                         say(runs, total, time.monotonic() - started)
         if mesh.rank == 0:
-            about = describe(args, mesh.world, time.monotonic() - started)
+            about = describe(args, mesh.world, time.monotonic() - started) | {"commit": code}
             write({"about": about, "sets": notes, "runs": runs}, args.out)
 
 
@@ -105,9 +106,6 @@ def say(runs: list[dict[str, Any]], total: int, seconds: float) -> None:
 
 def describe(args: argparse.Namespace, world: int, seconds: float) -> dict[str, Any]:
     """What ran; no path of this machine."""
-    here = Path(__file__).parent
-    git = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    commit = subprocess.run(git, cwd=here, capture_output=True, text=True, check=False)
     command = f"torchrun --nproc-per-node {world} benchmarks/bench_codec_quality.py"
     command += f" --out {args.out.name}" + " --clicks FOLDER" * (args.clicks is not None)
     for name, default in (("seeds", [1, 2, 3, 4, 5]), ("rates", [0.5, 1.0, 2.0])):
@@ -117,7 +115,6 @@ def describe(args: argparse.Namespace, world: int, seconds: float) -> dict[str, 
     command += f" --held-out {args.held_out}" * (args.held_out != 40)
     return {
         "command": command,
-        "commit": commit.stdout.strip() or None,
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "torch": torch.__version__,
@@ -125,6 +122,14 @@ def describe(args: argparse.Namespace, world: int, seconds: float) -> dict[str, 
         "seeds": args.seeds,
         "seconds": round(seconds),
     }
+
+
+def commit() -> str | None:
+    """Of the checkout, if it is one."""
+    words = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    here = Path(__file__).parent
+    found = subprocess.run(words, cwd=here, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or None
 
 
 def write(document: dict[str, Any], out: Path) -> None:

@@ -4,10 +4,11 @@
 
     python benchmarks/bench_late_rows.py --out REPORT
 
-On emulated hosts (root and iproute2), for each shape: the planner's plan without hot rows (k = 0,
-dedup alone), the one with as many as it chooses (auto), and a few fixed k, all two batches deep,
-alive at once and in turn, round by round; each round some steps are timed and some traced. Prints
-and writes what is asked of hot rows with verdicts. Run nothing else meanwhile.
+On emulated hosts (root and iproute2), for each shape: all tables row-wise without hot rows (k = 0,
+dedup alone, as in `rowmesh reproduce p2res`), the same with a few fixed k, and what the planner
+chooses (auto), all two batches deep, alive at once and in turn, round by round; each round some
+steps are timed and some traced. Prints and writes what is asked of hot rows with verdicts. Run
+nothing else meanwhile. Tables that auto puts whole on every rank count as memory of their own.
 """
 
 import argparse
@@ -136,14 +137,16 @@ def make_settings(args: argparse.Namespace, folder: Path) -> Settings:
 
 
 def entries_of(fixed: Sequence[int], topology: Path) -> list[Entry]:
-    """Plans that differ by their hot rows."""
-    tiers = {COLD: "off", AUTO: "auto"} | {f"k = {k}": f"hot:{k}" for k in fixed}
-    common = ("--plan", "auto", "--depth", "2", "--counted", str(COUNTED))
-    common += ("--topology", str(topology))
-    return [
-        Entry(role="ours", name=name, flags=(*common, "--tiers", word))
+    """Row-wise ones that differ by their hot rows, and what the planner chooses freely."""
+    common = ("--depth", "2", "--counted", str(COUNTED), "--topology", str(topology))
+    fixed_split = ("--plan", "row_wise", "--exchange", "rows")
+    tiers = {COLD: "off"} | {f"k = {k}": f"hot:{k}" for k in fixed}
+    free = Entry(role="ours", name=AUTO, flags=("--plan", "auto", *common, "--tiers", "auto"))
+    cold, *hot = (
+        Entry(role="ours", name=name, flags=(*fixed_split, *common, "--tiers", word))
         for name, word in tiers.items()
-    ]
+    )
+    return [cold, free, *hot]
 
 
 def figures(rounds: Rounds, name: str) -> dict[str, list[float]]:
@@ -223,18 +226,10 @@ def _over(a: float, b: float) -> float:
 
 def describe(result: Mapping[str, Any]) -> list[str]:
     """A table of the plans, then the verdicts."""
-    heads = [
-        "plan",
-        "hot rows",
-        "a host's",
-        "memory",
-        "ms/step",
-        "late rows",
-        "early",
-        "exposed ms",
-    ]
+    heads = ["plan", "hot rows", "a host's", "memory", "whole tables", "ms/step"]
+    heads += ["late rows", "early", "exposed ms", "MB a host"]
     lines = [f"## {result['shape']}", ""]
-    lines += ["| " + " | ".join([*heads, "MB a host"]) + " |", "| --- " + "| --: " * 8 + "|"]
+    lines += ["| " + " | ".join(heads) + " |", "| --- " + "| --: " * (len(heads) - 1) + "|"]
     for name, plan in result["plans"].items():
         found = figures(result["rounds"], name)
         ms, exposed = interval(found["ms"]), interval(found["exposed"])
@@ -243,6 +238,7 @@ def describe(result: Mapping[str, Any]) -> list[str]:
             f"{plan['hot_rows']:,}",
             f"{plan['host_rows']:,}",
             f"{plan['hot_share']:.2%}",
+            f"{plan['whole_share']:.2%}",
             f"{ms.mid:.0f} [{ms.low:.0f}, {ms.high:.0f}]",
             *(f"{ahead_rows(result['rounds'], name, kind):,.0f}" for kind in ("late", "early")),
             f"{exposed.mid:.0f} [{exposed.low:.0f}, {exposed.high:.0f}]",
