@@ -34,6 +34,7 @@ def add_plan_flags(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--allow", default="exact", choices=["exact", "lossy"], help="codecs that pay")
     p.add_argument("--counted", type=int, help="batches of statistics: 4, 16 with tiers")
+    p.add_argument("--merge", default="auto", help="requests of a host's ranks: auto, on, off")
     p.add_argument("--no-dedup", action="store_true", help="ask for every id, not every distinct")
     p.add_argument(
         "--topology",
@@ -74,6 +75,7 @@ def _make(
         split=args.plan,
         exchange=args.exchange,
         dedup=not args.no_dedup,
+        merge=args.merge,
         rates=rates,
         tiers=args.tiers,
         cost=cost,
