@@ -734,16 +734,27 @@ def test_bytes_per_rank_count_copies_of_hot_rows() -> None:
 
 
 @LAW
-@given(st.lists(st.integers(0, 12), max_size=12), st.integers(1, 12))
-def test_buckets_are_filled_in_reverse_order_up_to_the_cap(numels: list[int], cap: int) -> None:
-    buckets = bucket_parameters(numels, cap=cap)
+@given(st.lists(st.sampled_from([0, 1, 512, 40_000, 65_536, 300_000, 5_000_000]), max_size=40))
+def test_a_bucket_is_closed_by_what_fills_it(numels: list[int]) -> None:
+    buckets = bucket_parameters(numels)
     assert [i for bucket in buckets for i in bucket] == list(reversed(range(len(numels))))
+    assert len(buckets) <= 17
     sizes = [sum(numels[i] for i in bucket) for bucket in buckets]
-    assert all(size <= cap or len(bucket) == 1 for size, bucket in zip(sizes, buckets, strict=True))
-    for size, following in zip(sizes, buckets[1:], strict=False):
-        assert size + numels[following[0]] > cap
-    elements = bucket_elements(numels, cap=cap)
+    least = max(65_536, sum(numels) / 16)
+    for size, bucket in zip(sizes[:-1], buckets, strict=False):
+        assert size >= least > size - numels[bucket[-1]]
+    elements = bucket_elements(numels)
     assert elements == tuple(s + len(b) for s, b in zip(sizes, buckets, strict=True))
+
+
+def test_a_large_weight_does_not_wait_for_the_layer_before_it() -> None:
+    layers = [(13, 512), (512, 256), (256, 64), (415, 512), (512, 512), (512, 256), (256, 1)]
+    numels = [n for i, o in layers for n in (i * o, o)]
+    sizes = [sum(numels[i] for i in bucket) for bucket in bucket_parameters(numels)]
+    assert sizes == [
+        *(257 + 131_328, 262_656, 212_992),  # the last two layers, the one before, the first
+        *(16_448 + 131_328, 7_168),  # of the bottom: the last two, the first
+    ]
 
 
 @pytest.mark.parametrize(("hosts", "local"), [(1, 1), (1, 4), (4, 1), (3, 4)])

@@ -2,20 +2,24 @@
 
 from collections.abc import Sequence
 
-__all__ = ["BUCKET_ELEMENTS", "bucket_elements", "bucket_parameters"]
+__all__ = ["bucket_elements", "bucket_parameters"]
 
-BUCKET_ELEMENTS = 1 << 18
+_LEAST_ELEMENTS = 1 << 16  # of a bucket: less is not worth its messages
+_MOST_BUCKETS = 16
 
 
-def bucket_parameters(numels: Sequence[int], *, cap: int = BUCKET_ELEMENTS) -> list[list[int]]:
-    """Parameters of each bucket: in reverse order, as backward finishes them, up to ``cap``.
+def bucket_parameters(numels: Sequence[int]) -> list[list[int]]:
+    """Parameters of each bucket, in reverse order, as backward finishes them.
 
-    A parameter larger than ``cap`` has a bucket of its own.
+    A bucket is closed by the parameter with which it has 65,536 elements, or a 16th of all if that
+    is more: so a layer's large weight, which backward reaches after its bias, does not wait for the
+    layer before it. The last bucket holds what is left.
     """
+    least = max(_LEAST_ELEMENTS, -(-sum(numels) // _MOST_BUCKETS))
     buckets: list[list[int]] = []
-    filled = 0
+    filled = least
     for i in reversed(range(len(numels))):
-        if not buckets or filled + numels[i] > cap:
+        if filled >= least:
             buckets.append([])
             filled = 0
         buckets[-1].append(i)
@@ -23,9 +27,8 @@ def bucket_parameters(numels: Sequence[int], *, cap: int = BUCKET_ELEMENTS) -> l
     return buckets
 
 
-def bucket_elements(numels: Sequence[int], *, cap: int = BUCKET_ELEMENTS) -> tuple[int, ...]:
+def bucket_elements(numels: Sequence[int]) -> tuple[int, ...]:
     """Elements that travel for each bucket: its gradients, and a flag per parameter."""
     return tuple(
-        sum(numels[i] for i in bucket) + len(bucket)
-        for bucket in bucket_parameters(numels, cap=cap)
+        sum(numels[i] for i in bucket) + len(bucket) for bucket in bucket_parameters(numels)
     )
