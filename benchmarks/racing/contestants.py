@@ -107,7 +107,7 @@ def ours_lossy(exact: Entry, topologies: list[Path], first: Path) -> tuple[Entry
     return (
         *(
             Entry(role="ours_lossy", name=f"{exact.name} {c}", flags=(*exact.flags, "--codecs", c))
-            for c in ("bf16", "int8")
+            for c in ("bf16", "int8,dense=bf16")
         ),
         Entry(role="ours_lossy", name=f"auto for {first.stem}, lossy allowed", flags=auto),
     )
