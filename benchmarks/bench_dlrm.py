@@ -270,7 +270,7 @@ class Work:
         """Times; bytes of every host on its card and in the ledger; whether they were foretold."""
         first, mesh, local = self.number, self.mesh, self.mesh.topology.local
         self.sent.clear()
-        found = timed(self.one, count=count, barrier=lambda: mesh.total(0))
+        found = timed(self.one, count=count, barrier=lambda: mesh.total(0), settle=self.settle)
         rows = self.job.ahead_rows()
         exact = self.sent == self.foretold.over(first, count)
         cross = sum(n for (_, link), n in self.sent.items() if link == "cross")
@@ -283,6 +283,14 @@ class Work:
             "ahead_rows": {"step": self.number, **rows},  # since the first step
             "bytes_are_exact": all(exact for _, _, exact in ranks),
         }
+
+    def settle(self) -> None:
+        """Wait for messages of the batches that have been begun ahead."""
+        for engine in sharded_engines(self.job.model):
+            for fetch in engine.look_ahead.begun:
+                fetch.wait()
+                for handle in fetch.arriving:
+                    handle.wait()
 
     def trace(self, count: int) -> dict[str, Any] | None:
         """The summary of ``count`` traced steps, after one that is not; None if none fitted."""

@@ -10,12 +10,19 @@ from typing import Any
 __all__ = ["nic_bytes", "timed"]
 
 
-def timed(step: Callable[[], Any], *, count: int, barrier: Callable[[], Any]) -> dict[str, Any]:
+def timed(
+    step: Callable[[], Any],
+    *,
+    count: int,
+    barrier: Callable[[], Any],
+    settle: Callable[[], Any] = lambda: None,
+) -> dict[str, Any]:
     """Run ``count`` steps; ``ms`` of each here, and ``nic``: this host's bytes [sent, received].
 
     The counters are read between two barriers, before any rank of the host starts, and after a
     barrier, when all has arrived. The last step ends with that barrier, so that what any rank had
-    left to do is in its time.
+    left to do is in its time. What has been begun for the step after it is waited for by
+    ``settle``, which is in no step's time: a round's bytes then are those of as many steps.
 
     Collective:
         All ranks.
@@ -29,6 +36,8 @@ def timed(step: Callable[[], Any], *, count: int, barrier: Callable[[], Any]) ->
         marks.append(time.perf_counter())
     barrier()
     marks[-1] = time.perf_counter()
+    settle()
+    barrier()
     after = nic_bytes()
     moved = None if before is None or after is None else [after[i] - before[i] for i in (0, 1)]
     return {"ms": [1e3 * (b - a) for a, b in itertools.pairwise(marks)], "nic": moved}

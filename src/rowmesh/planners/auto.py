@@ -92,8 +92,8 @@ def make_plan(
         codecs: How vectors and gradients travel: fp32, fp16, bf16, int8, or as in
             ``forward=fp16,backward=bf16,dense=bf16``. All but fp32 are lossy; rows are placed as
             if all were fp32.
-        allow_lossy: Whether to take bf16, or int8 for all but the dense layers, where a step is then
-            at least 2.5 % shorter; ``codecs`` must not name others.
+        allow_lossy: Whether to take bf16, or int8 for all but the dense layers, where a step is
+            then at least 2.5 % shorter; ``codecs`` must not name others.
         on_progress: Called now and then with the share of the work done, from 0 to 1.
 
     Raises:
