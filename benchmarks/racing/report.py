@@ -33,9 +33,9 @@ round is left out. Ranks of all hosts share this machine's cores: compare within
 """
 LOSSY = f"""\
 rowmesh's lossy setting is the fastest of its best exact one with bf16, or with int8 but for dense
-gradients, and of what its planner takes if it may be lossy; its label is E3 (docs/exactness.md). Its first ten losses
-are within {MAX_LOSSY_GAP:g} of the exact ones ("loss gap" below), or the shape would have been
-refused: that finds faults; what codecs do to quality is in docs/codecs.md.
+gradients, and of what its planner takes if it may be lossy; its label is E3 (docs/exactness.md).
+Its first ten losses are within {MAX_LOSSY_GAP:g} of the exact ones ("loss gap" below), or the shape
+would have been refused: that finds faults; what codecs do to quality is in docs/codecs.md.
 """
 BETWEEN = """\
 A few steps of the exact setting, traced after the rounds (docs/trace.md): tracing makes a step a
