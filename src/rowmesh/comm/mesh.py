@@ -302,7 +302,7 @@ def init_mesh(
         device: Default ``cuda:LOCAL_RANK`` where CUDA is, else ``cpu``.
         debug: Check a header with every message; default the environment's ROWMESH_DEBUG.
         shared_memory: Whether CPU ranks of a host use shared memory instead of gloo, where it can
-            be had; default unless the environment has ROWMESH_SHARED_MEMORY=0.
+            be had; default only if the environment has ROWMESH_SHARED_MEMORY=1.
 
     Collective:
         All ranks.
@@ -313,7 +313,7 @@ def init_mesh(
     device = torch.device(device)
     debug = os.environ.get("ROWMESH_DEBUG", "") not in ("", "0") if debug is None else debug
     if shared_memory is None:
-        shared_memory = os.environ.get("ROWMESH_SHARED_MEMORY", "") != "0"
+        shared_memory = os.environ.get("ROWMESH_SHARED_MEMORY", "") == "1"
     if not dist.is_initialized() and "WORLD_SIZE" not in os.environ:
         return Mesh(topology=Topology(), rank=0, lanes={}, device=device, debug=debug)
     timeout = timedelta(seconds=timeout_s)
