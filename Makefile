@@ -37,7 +37,7 @@ nightly: $(TEST_READY)
 	$(BIN)/pytest -m nightly
 
 # torch goes first and under the constraint: resolved freely it may come with gigabytes of CUDA.
-$(DEMO_READY): pyproject.toml setup.py constraints.txt $(wildcard src/rowmesh/native/*.c)
+$(DEMO_READY): pyproject.toml setup.py constraints.txt $(wildcard src/rowmesh/native/*.[ch])
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@echo "installing torch (large) and rowmesh into $(VENV)"
 	@$(PIP) torch

@@ -14,7 +14,8 @@ FLAGS = ["-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno"]
 
 KERNELS = Extension(
     "rowmesh.native._kernels",
-    ["src/rowmesh/native/kernels.c"],
+    ["src/rowmesh/native/kernels.c", "src/rowmesh/native/dots.c"],
+    depends=["src/rowmesh/native/target.h"],
     extra_compile_args=FLAGS,
     libraries=["m"],
     optional=True,

@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "nn": {"native"},
     "optim": {"native"},
     "runtime": {"comm", "storage", "nn", "optim", "native"},
-    "models": {"nn"},
+    "models": {"nn", "native"},
     "data": set(),
     "profile": {"data"},
     "lab": set(),

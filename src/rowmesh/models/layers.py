@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rowmesh import native
 from rowmesh.errors import InputError
 from rowmesh.features import KeyedTensor
 from rowmesh.tables import TableConfig, named_collections
@@ -100,13 +101,18 @@ class PairwiseDots(nn.Module):
 
 
 class _PairwiseDots(torch.autograd.Function):
-    """One batched product each way, over blocks of samples; no gradient of a gather."""
+    """Compiled, or one batched product each way, over blocks of samples; no gradient of a gather.
+
+    The two differ in the last bits: a batched product adds in an order of its library's.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, dense: Tensor, vectors: Tensor, triangle: Tensor, symmetric: Tensor
     ) -> Tensor:
         ctx.save_for_backward(dense, vectors, symmetric)
+        if (found := native.pairwise_dots(dense, vectors)) is not None:
+            return found
         out = dense.new_empty(len(dense), dense.shape[1] + len(triangle))
         blocks = (torch.split(t, _BLOCK_SAMPLES) for t in (dense, vectors, out))
         for d, v, o in zip(*blocks, strict=True):
@@ -125,6 +131,8 @@ class _PairwiseDots(torch.autograd.Function):
             both = both - torch.diag_embed(both.diagonal(dim1=1, dim2=2))
             grad_x = torch.bmm(both, x)
             return grad_x[:, 0] + grad[:, :dim], grad_x[:, 1:], None, None
+        if (found := native.pairwise_dots_backward(dense, vectors, grad)) is not None:
+            return *found, None, None
         grad_dense = torch.empty_like(dense, memory_format=torch.contiguous_format)
         grad_vectors = torch.empty_like(vectors, memory_format=torch.contiguous_format)
         tensors = (dense, vectors, grad, grad_dense, grad_vectors)

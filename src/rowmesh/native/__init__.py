@@ -1,11 +1,12 @@
 """Compiled loops for the hot paths of a step, where a compiler was there at installation.
 
-Every function returns what the torch path beside its caller would, bit for bit, or None (False) if
-it cannot: no library, or tensors that are not contiguous, on the CPU, or of a dtype it knows. See
-docs/kernels.md.
+Every function returns what the torch path beside its caller would, bit for bit (pairwise dots: but
+for the order of their sums), or None (False) if it cannot: no library, or tensors that are not
+contiguous, on the CPU, or of a dtype it knows. See docs/kernels.md.
 """
 
 from rowmesh.native.bags import Places, flatten, ids_fit, make_keys
+from rowmesh.native.dots import pairwise_dots, pairwise_dots_backward
 from rowmesh.native.library import describe, is_available
 from rowmesh.native.runs import (
     keep_terms,
@@ -30,6 +31,8 @@ __all__ = [
     "make_keys",
     "mark_pooled",
     "move_runs",
+    "pairwise_dots",
+    "pairwise_dots_backward",
     "run_numbers",
     "run_starts",
     "stable_sort",

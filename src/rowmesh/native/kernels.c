@@ -13,19 +13,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Clones are chosen when the library is loaded, by a means (ifunc) that only glibc has. */
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define CLONES
-#endif
-#define REFUSED (-1)
+#include "target.h"
+
 #define LINE 16       /* floats in a cache line */
 #define AHEAD 8       /* rows fetched ahead: about the time of one miss */
 #define DIGIT_BITS 11 /* 2,048 counters fit the first cache together with what is written */
 
 /* The caller refuses a library built from another interface than it knows. */
-int32_t rm_interface(void) { return 1; }
+int32_t rm_interface(void) { return 2; }
 
 static inline int64_t at(const void *values, int32_t wide, int64_t i) {
     return wide ? ((const int64_t *)values)[i] : ((const int32_t *)values)[i];

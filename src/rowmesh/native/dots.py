@@ -1,0 +1,48 @@
+"""Pairwise dot products of the vectors of a sample, and their gradient."""
+
+import torch
+from torch import Tensor
+
+from rowmesh.native.library import library, pointer, takes
+
+__all__ = ["pairwise_dots", "pairwise_dots_backward"]
+
+_FLOAT = (torch.float32,)
+
+
+def pairwise_dots(dense: Tensor, vectors: Tensor) -> Tensor | None:
+    """``[B, D + F (F + 1) / 2]``: ``dense`` [B, D], then <v_i, v_j> for i < j, v_0 = dense.
+
+    A product is added over columns from the first to the last, each term rounded before.
+
+    Args:
+        dense: v_0.
+        vectors: ``[B, F, D]``, v_1 to v_F.
+    """
+    lib = library()
+    if lib is None or not takes(dense, vectors, dtypes=_FLOAT) or not vectors.numel():
+        return None
+    count, dim = vectors.shape[1] + 1, vectors.shape[2]
+    out = dense.new_empty((len(dense), dim + count * (count - 1) // 2))
+    sizes = (len(dense), count, dim)
+    done = lib.rm_dots(*sizes, pointer(dense), pointer(vectors), pointer(out))
+    return out if done == 0 else None
+
+
+def pairwise_dots_backward(
+    dense: Tensor, vectors: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """Gradients of both arguments of `pairwise_dots`, ``grad`` being that of its result.
+
+    A vector's is the sum over the others from the first to the last of <gradient of the
+    product> * vector; the dense one's own is added last.
+    """
+    lib = library()
+    if lib is None or not takes(dense, vectors, grad, dtypes=_FLOAT) or not vectors.numel():
+        return None
+    grads = torch.empty_like(dense), torch.empty_like(vectors)
+    done = lib.rm_dots_backward(
+        *(len(dense), vectors.shape[1] + 1, vectors.shape[2]),
+        *(pointer(t) for t in (dense, vectors, grad, *grads)),
+    )
+    return grads if done == 0 else None
