@@ -155,6 +155,7 @@ def _serve(rank: int, store_file: str, pipe: Connection) -> None:
                 )
             mesh.wire.segment = segments.get(shape)
             result = getattr(importlib.import_module(module), name)(mesh, *args)
+            mesh.end_threads()  # what they post until then goes where their peers' messages go
             mesh.wire.segment = None  # the next body's
             mesh.close()
             answer = pickle.dumps((result, None))

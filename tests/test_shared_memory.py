@@ -150,6 +150,39 @@ def test_receives_that_nobody_waits_for_take_their_messages_as_with_gloo() -> No
         assert after == 0
 
 
+def unfinished(mesh: Mesh, slow: int) -> None:
+    """A body that on one rank ends before a communication thread of it has posted.
+
+    As a backward without a step may: the sums of its hot rows are still under way.
+    """
+    channel, peer = mesh.wire.channel("test", Lane.GRADS), 1 - mesh.rank
+    posted, is_slow = threading.Event(), mesh.rank == slow
+
+    def post() -> None:
+        time.sleep(0.3 * is_slow)
+        sends, found = [(peer, torch.tensor([7]))], torch.zeros(1, dtype=torch.int64)
+        handle = channel.post(2, sends=sends, receives=[(peer, found)], edge=None)
+        posted.set()
+        handle.wait()
+
+    mesh.later("test", post)
+    assert is_slow or posted.wait(5)
+
+
+def swap(mesh: Mesh) -> int:
+    """The exchange of the body before, by its channel and number; another message."""
+    channel, peer = mesh.wire.channel("test", Lane.GRADS), 1 - mesh.rank
+    sends, found = [(peer, torch.tensor([mesh.rank]))], torch.zeros(1, dtype=torch.int64)
+    channel.post(2, sends=sends, receives=[(peer, found)], edge=None).wait()
+    return int(found)
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_threads_that_outlive_a_body_use_its_shared_memory_to_the_end(slow: int) -> None:
+    run_on_ranks(2, unfinished, slow)
+    assert run_on_ranks(2, swap) == [1, 0]
+
+
 def late_receiver(mesh: Mesh, count: int) -> Any:
     """More messages than there are slots, to a rank that is slow to receive them."""
     channel, found = mesh.wire.channel("test", Lane.ROWS), torch.zeros(1, dtype=torch.int64)

@@ -256,10 +256,18 @@ class Mesh:
         if not isinstance(error, PeerError):
             self.bulletin.publish(f"rank {self.rank} failed: {sentence_of(error)}")
 
+    def end_threads(self) -> None:
+        """Wait until the communication threads have done what is under way, and end them.
+
+        They post as they go on, and peers wait for that: the lanes and the segment stay what they
+        are until then.
+        """
+        for worker in list(self._workers.values()):
+            worker.shutdown()
+
     def close(self) -> None:
         """End the communication threads and leave a note that this rank ended normally."""
-        for worker in self._workers.values():
-            worker.shutdown()  # peers wait for what is under way
+        self.end_threads()
         self.wire.close()
         self.bulletin.leave(self.num_forwards)
 
