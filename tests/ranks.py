@@ -59,7 +59,7 @@ def run_on_ranks(
     *args: Any,
     hosts: int = 1,
     debug: bool = True,
-    shared_memory: bool = False,
+    shared_memory: bool = True,
 ) -> list[Any]:
     """``body(mesh, *args)`` on every rank; what each returned, in rank order."""
     number = next(_CALLS)

@@ -1,7 +1,6 @@
 """Shared memory between ranks of a host: what gloo gives, bit for bit, or gloo itself."""
 
 import errno
-import functools
 import os
 import signal
 import subprocess
@@ -28,11 +27,9 @@ from rowmesh.native import segment as native_segment
 from rowmesh.native.segment import Endpoint, describe_segment, segment_bytes
 from rowmesh.topology import Topology
 from tests.cases import cases, oracle_case, train_case
-from tests.ranks import ARENA, RankError
-from tests.ranks import run_on_ranks as run_by_gloo
+from tests.ranks import ARENA, RankError, run_on_ranks
 from tests.test_central_property import SUITE, differences
 
-run_on_ranks = functools.partial(run_by_gloo, shared_memory=True)
 LARGEST = ARENA // 4
 pytestmark = pytest.mark.skipif(
     not describe_segment()[0], reason=f"shared memory: {describe_segment()[1]}"
@@ -261,9 +258,9 @@ def init(mesh: Mesh, wanted: bool | None, value: str) -> Any:
     return *found, made.wire.segment is None, segment is None or segment.end._file == -1
 
 
-def test_init_mesh_shares_memory_only_if_told_to() -> None:
-    by_hand = [(True, "0", True), (False, "1", False)]
-    for wanted, value, expected in [(None, "1", True), (None, "", False), *by_hand]:
+def test_init_mesh_shares_memory_unless_told_not_to() -> None:
+    by_hand = [(True, "0", True), (False, "", False)]
+    for wanted, value, expected in [(None, "", True), (None, "0", False), *by_hand]:
         for found in run_on_ranks(4, init, wanted, value, hosts=2):
             edges = {"counts": {"cross": 16, "host": 8}}  # of the sum alone
             assert found == (expected, 6.0, edges, True, True)

@@ -1,6 +1,5 @@
 """Shared memory: which message a receive gets, when some are never waited for, or come late."""
 
-import functools
 import threading
 import time
 from typing import Any
@@ -11,10 +10,9 @@ import torch
 from rowmesh.comm.exchange import Lane
 from rowmesh.comm.mesh import Mesh
 from rowmesh.native.segment import describe_segment
-from tests.ranks import run_on_ranks as run_by_gloo
+from tests.ranks import run_on_ranks
 from tests.test_shared_memory import LARGEST, numbers, segment_of
 
-run_on_ranks = functools.partial(run_by_gloo, shared_memory=True)
 pytestmark = pytest.mark.skipif(
     not describe_segment()[0], reason=f"shared memory: {describe_segment()[1]}"
 )

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 
 from rowmesh.comm.exchange import Channel, Lane, Wire
 from rowmesh.comm.ledger import Ledger
-from rowmesh.comm.shared import open_segment
+from rowmesh.comm.shared import open_segment, why_not_shared
 from rowmesh.comm.status import Bulletin, sentence_of
 from rowmesh.errors import InputError, PeerError
 from rowmesh.features import empty_like
@@ -310,7 +310,7 @@ def init_mesh(
         device: Default ``cuda:LOCAL_RANK`` where CUDA is, else ``cpu``.
         debug: Check a header with every message; default the environment's ROWMESH_DEBUG.
         shared_memory: Whether CPU ranks of a host use shared memory instead of gloo, where it can
-            be had; default only if the environment has ROWMESH_SHARED_MEMORY=1.
+            be had; default unless the environment has ROWMESH_SHARED_MEMORY=0.
 
     Collective:
         All ranks.
@@ -321,7 +321,7 @@ def init_mesh(
     device = torch.device(device)
     debug = os.environ.get("ROWMESH_DEBUG", "") not in ("", "0") if debug is None else debug
     if shared_memory is None:
-        shared_memory = os.environ.get("ROWMESH_SHARED_MEMORY", "") == "1"
+        shared_memory = why_not_shared() is None
     if not dist.is_initialized() and "WORLD_SIZE" not in os.environ:
         return Mesh(topology=Topology(), rank=0, lanes={}, device=device, debug=debug)
     timeout = timedelta(seconds=timeout_s)
