@@ -156,6 +156,8 @@ def _serve(rank: int, store_file: str, pipe: Connection) -> None:
             mesh.wire.segment = segments.get(shape)
             result = getattr(importlib.import_module(module), name)(mesh, *args)
             mesh.end_threads()  # what they post until then goes where their peers' messages go
+            if (failure := mesh.bulletin.published()) is not None:
+                raise RankError(f"nobody asked a thread that failed: {failure}")
             mesh.wire.segment = None  # the next body's
             mesh.close()
             answer = pickle.dumps((result, None))
