@@ -59,7 +59,7 @@ def run_on_ranks(
     *args: Any,
     hosts: int = 1,
     debug: bool = True,
-    shared_memory: bool = False,
+    shared_memory: bool = True,
 ) -> list[Any]:
     """``body(mesh, *args)`` on every rank; what each returned, in rank order."""
     number = next(_CALLS)
@@ -155,6 +155,9 @@ def _serve(rank: int, store_file: str, pipe: Connection) -> None:
                 )
             mesh.wire.segment = segments.get(shape)
             result = getattr(importlib.import_module(module), name)(mesh, *args)
+            mesh.end_threads()  # what they post until then goes where their peers' messages go
+            if (failure := mesh.bulletin.published()) is not None:
+                raise RankError(f"nobody asked a thread that failed: {failure}")
             mesh.wire.segment = None  # the next body's
             mesh.close()
             answer = pickle.dumps((result, None))

@@ -27,7 +27,8 @@ from rowmesh.trace import Flight, Recorder
 __all__ = ["Channel", "ChannelPool", "Handle", "Lane", "Wire"]
 
 _CHANNELS = 1 << 14  # tag = sequence * _CHANNELS + channel
-_SEQUENCES = 1 << 16
+_SEQUENCES = 1 << 15
+_SPILLED_BIT = 1 << 29  # shared memory was full: received later than what goes by gloo anyway
 _HEADER_BIT = 1 << 30
 _WATCHERS = 64  # threads, at most; an exchange that finds none free is timed by its own wait
 _DTYPES = [
@@ -101,10 +102,10 @@ class Wire:
         segment = self.segment
         if segment is None or not segment.takes(peer, tensor):
             return self._by_gloo(lane, peer, tag, tensor, incoming)
+        spilled = functools.partial(self._by_gloo, lane, peer, tag | _SPILLED_BIT)
         if incoming:
-            by_gloo = functools.partial(self._by_gloo, lane, peer, tag, tensor, True)
-            return segment.receive(peer, tag, tensor, by_gloo)
-        segment.send(peer, tag, tensor, lambda copy: self._by_gloo(lane, peer, tag, copy, False))
+            return segment.receive(peer, tag, tensor, lambda: spilled(tensor, True))
+        segment.send(peer, tag, tensor, lambda copy: spilled(copy, False))
         return None
 
     def _by_gloo(self, lane: Lane, peer: int, tag: int, tensor: Tensor, incoming: bool) -> Waitable:

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 
 from rowmesh.comm.exchange import Channel, Lane, Wire
 from rowmesh.comm.ledger import Ledger
-from rowmesh.comm.shared import open_segment
+from rowmesh.comm.shared import open_segment, why_not_shared
 from rowmesh.comm.status import Bulletin, sentence_of
 from rowmesh.errors import InputError, PeerError
 from rowmesh.features import empty_like
@@ -256,10 +256,18 @@ class Mesh:
         if not isinstance(error, PeerError):
             self.bulletin.publish(f"rank {self.rank} failed: {sentence_of(error)}")
 
+    def end_threads(self) -> None:
+        """Wait until the communication threads have done what is under way, and end them.
+
+        They post as they go on, and peers wait for that: the lanes and the segment stay what they
+        are until then.
+        """
+        for worker in list(self._workers.values()):
+            worker.shutdown()
+
     def close(self) -> None:
         """End the communication threads and leave a note that this rank ended normally."""
-        for worker in self._workers.values():
-            worker.shutdown()  # peers wait for what is under way
+        self.end_threads()
         self.wire.close()
         self.bulletin.leave(self.num_forwards)
 
@@ -302,7 +310,7 @@ def init_mesh(
         device: Default ``cuda:LOCAL_RANK`` where CUDA is, else ``cpu``.
         debug: Check a header with every message; default the environment's ROWMESH_DEBUG.
         shared_memory: Whether CPU ranks of a host use shared memory instead of gloo, where it can
-            be had; default only if the environment has ROWMESH_SHARED_MEMORY=1.
+            be had; default unless the environment has ROWMESH_SHARED_MEMORY=0.
 
     Collective:
         All ranks.
@@ -313,7 +321,7 @@ def init_mesh(
     device = torch.device(device)
     debug = os.environ.get("ROWMESH_DEBUG", "") not in ("", "0") if debug is None else debug
     if shared_memory is None:
-        shared_memory = os.environ.get("ROWMESH_SHARED_MEMORY", "") == "1"
+        shared_memory = why_not_shared() is None
     if not dist.is_initialized() and "WORLD_SIZE" not in os.environ:
         return Mesh(topology=Topology(), rank=0, lanes={}, device=device, debug=debug)
     timeout = timedelta(seconds=timeout_s)

@@ -18,7 +18,7 @@ from torch import Tensor
 from rowmesh.native.segment import Endpoint, Outcome, describe_segment, segment_bytes
 from rowmesh.topology import Topology
 
-__all__ = ["Arrival", "Segment", "Waitable", "open_segment"]
+__all__ = ["Arrival", "Segment", "Waitable", "open_segment", "why_not_shared"]
 
 _FOLDER: Final = Path("/dev/shm")
 _ARENAS: Final = tuple(m << 20 for m in (64, 32, 16, 8))  # bytes for what a rank has sent
@@ -233,6 +233,14 @@ class Arrival:
         self._is_here = True
         segment.forget(self)
         return True
+
+
+def why_not_shared() -> str | None:
+    """What keeps ranks that are not told from sharing memory, whatever /dev/shm has room for."""
+    if os.environ.get("ROWMESH_SHARED_MEMORY", "") == "0":
+        return "ROWMESH_SHARED_MEMORY=0"
+    has_library, text = describe_segment()
+    return None if has_library else text
 
 
 def open_segment(

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rowmesh import native
+from rowmesh.comm.shared import why_not_shared
 from rowmesh.lab import check_permitted
 from rowmesh.train.hardware import (
     ROOT,
@@ -64,6 +65,7 @@ def examine(root: Path = ROOT, *, trial_timeout_s: float = 60.0) -> Iterator[Fin
     yield from (check_extra(package) for package in _EXTRAS)
     yield check_compiler()
     yield check_kernels()
+    yield check_messages()
     yield check_lab()
     yield check_trial(timeout_s=trial_timeout_s)
 
@@ -104,6 +106,16 @@ def check_kernels() -> Finding:
         return Finding(name=name, value=value, ok=True)
     advice = "same results, slower; a C compiler at pip install builds them (docs/kernels.md)"
     return Finding(name=name, value=f"{value}: torch is used", ok=None, advice=advice)
+
+
+def check_messages() -> Finding:
+    """Whether ranks of a host exchange through memory they share, or by gloo; the same bits."""
+    name, reason = "messages inside a host", why_not_shared()
+    if reason is None:
+        advice = "if /dev/shm has room; the trial of two ranks says what they used"
+        return Finding(name=name, value="through shared memory", ok=True, advice=advice)
+    advice = "same results, slower (docs/notes/shared_memory.md)"
+    return Finding(name=name, value=f"by gloo: {reason}", ok=None, advice=advice)
 
 
 def can_train(findings: Sequence[Finding]) -> bool:

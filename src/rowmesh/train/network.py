@@ -111,7 +111,7 @@ def check_hostname(name: str | None = None, *, timeout_s: float = 5.0) -> Findin
 
 
 def check_trial(*, timeout_s: float = 60.0) -> Finding:
-    """Two ranks on this machine that send each other 4 MiB through gloo, as training would."""
+    """Two ranks on this machine that meet by gloo and send each other 4 MiB, as training would."""
     name = "two ranks"
     ours = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHED)}
     with subprocess.Popen(
@@ -153,4 +153,7 @@ def _exchange(mesh: Mesh) -> str:
     if not bool((found == peer + 1).all()):
         raise RowmeshError(f"rank {mesh.rank} received other bytes than rank {peer} sent")
     mesh.total(1)
-    return f"sent each other {_TRIAL_BYTES >> 20} MiB through gloo"
+    segment = mesh.wire.segment
+    is_shared = segment is not None and segment.takes(peer, sent)
+    way = "shared memory" if is_shared else "gloo"
+    return f"sent each other {_TRIAL_BYTES >> 20} MiB through {way}"
