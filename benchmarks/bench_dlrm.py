@@ -82,7 +82,6 @@ class Job:
     model: Any
     plan: rm.Plan
     plan_s: float
-    optimizer: rm.Optimizer
     step: Callable[[int], Tensor]
 
     def ahead_rows(self) -> Counter[str]:
@@ -131,18 +130,9 @@ def build(args: argparse.Namespace, mesh: rm.Mesh) -> Job:
         model,
         dense=functools.partial(DENSE[args.dense_opt], lr=args.lr),
         sparse=rm.RowwiseAdagrad(lr=args.lr, eps=EPS),
-        late_dense=not args.no_late_dense,
     )
     step = make_step(args, model, mesh, clicks=clicks, optimizer=optimizer)
-    return Job(
-        clicks=clicks,
-        mesh=mesh,
-        model=model,
-        plan=plan,
-        plan_s=plan_s,
-        optimizer=optimizer,
-        step=step,
-    )
+    return Job(clicks=clicks, mesh=mesh, model=model, plan=plan, plan_s=plan_s, step=step)
 
 
 def make_step(
@@ -244,7 +234,6 @@ def parse_args() -> argparse.Namespace:
     p.add_argument("--steps", type=int, default=20)
     p.add_argument("--batches", type=int, default=10, help="distinct batches, cycled")
     p.add_argument("--seed", type=int, default=0, help="of the initial weights")
-    p.add_argument("--no-late-dense", action="store_true", help="wait for dense sums in the step")
     p.add_argument("--default-malloc", action="store_true", help="return freed memory every step")
     p.add_argument("--losses", action="store_true", help="print the loss of every step")
     p.add_argument("--trace", metavar="FILE", help="write a Chrome trace, print its table")
@@ -296,8 +285,7 @@ class Work:
         }
 
     def settle(self) -> None:
-        """Wait for messages of the batches that have been begun ahead, and for dense sums."""
-        self.job.optimizer.settle()
+        """Wait for messages of the batches that have been begun ahead."""
         for engine in sharded_engines(self.job.model):
             for fetch in engine.look_ahead.begun:
                 fetch.wait()

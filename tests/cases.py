@@ -109,7 +109,6 @@ class Case:
     layout: str = "contiguous"
     sync: tuple[str, int, str] = ("gradients", 1, "sparse")
     depth: int = 1
-    late_dense: bool = False
     codecs: str = "fp32"
 
     @property
@@ -306,9 +305,7 @@ def host_copies_of(mesh: Mesh, model: nn.Module) -> list[Tensor]:
 def train_case(mesh: Mesh, case: Case) -> Run:
     """Run on the ranks of ``mesh``; a step of ``accumulate`` batches at a time."""
     model = rm.shard(Model(case), case.plan(), mesh)
-    optimizer = rm.Optimizer(
-        model, dense=DENSE[case.dense], sparse=RULES[case.rule], late_dense=case.late_dense
-    )
+    optimizer = rm.Optimizer(model, dense=DENSE[case.dense], sparse=RULES[case.rule])
     losses, ledgers = [], []
     batches = iter(rm.Pipeline(model).batches(case.batches_of(mesh.rank)))
     for start in range(0, len(case.ids), case.accumulate):
@@ -605,7 +602,6 @@ def cases(
         has_unused=draw(st.booleans()),
         later=later,
         depth=draw(st.integers(1, 3)),
-        late_dense=draw(st.booleans()),
     )
 
 

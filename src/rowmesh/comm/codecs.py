@@ -23,7 +23,6 @@ __all__ = [
     "coded",
     "coded_flat",
     "make_codecs",
-    "parcel_bytes",
     "settle",
     "wire_bytes",
 ]
@@ -284,9 +283,3 @@ def wire_bytes(block: Tensor, codec: Codec) -> int:
     if block.dtype != torch.float32:
         return block.numel() * block.element_size()
     return sum(dtype.itemsize * count for dtype, count in codec.parts(*block.shape))
-
-
-def parcel_bytes(parcel: Tensor | Message) -> int:
-    """Bytes that travel for it."""
-    wire = parcel.received() if isinstance(parcel, Message) else parcel
-    return wire.numel() * wire.element_size()

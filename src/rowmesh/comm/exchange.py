@@ -43,6 +43,7 @@ class Lane(StrEnum):
     CONTROL = "control"
     ROWS = "rows"
     GRADS = "grads"
+    DENSE = "dense"
 
 
 Parcel = tuple[int, Tensor | Message]

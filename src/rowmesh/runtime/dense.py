@@ -8,19 +8,216 @@ coded in chunks and flags are not; whoever sends a sum keeps what its receivers 
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from rowmesh.comm.codecs import PLAIN, Codecs
-from rowmesh.comm.exchange import ChannelPool, Lane
+from rowmesh.comm.codecs import PLAIN, Codec, Codecs, Message, coded_flat, settle
+from rowmesh.comm.exchange import ChannelPool, Handle, Lane
 from rowmesh.comm.mesh import Mesh
-from rowmesh.errors import StepError
 from rowmesh.placement.dense import bucket_parameters
-from rowmesh.runtime.buckets import Bucket, Rider
 
-__all__ = ["DenseBuckets", "broadcast_dense"]
+__all__ = ["DenseBuckets", "Rider", "broadcast_dense"]
+
+
+class Rider(Protocol):
+    """Numbers that travel in a bucket besides parameters' gradients.
+
+    ``on_ready`` is for the bucket to set and for the rider to call when it could be packed.
+    """
+
+    on_ready: Callable[[], None] | None
+
+    @property
+    def size(self) -> int:
+        """How many."""
+
+    @property
+    def num_flags(self) -> int:
+        """And how many that no codec may change."""
+
+    def pack(self, out: Tensor, flags: Tensor) -> None:
+        """Write this rank's into ``out`` and ``flags``."""
+
+    def take(self, sums: Tensor, flags: Tensor) -> None:
+        """Keep the sums over ranks; the memory is used again in the next step."""
+
+
+class _Bucket:
+    """Parameters whose gradients travel together, with a flag for each that has one, and riders.
+
+    Flags of both come last. ``span`` ranks, next to each other, are added up first; then the sums
+    of such groups.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        riders: Sequence[Rider],
+        mesh: Mesh,
+        number: int,
+        span: int,
+        pool: ChannelPool,
+        codecs: Codecs,
+    ) -> None:
+        self.parameters, self.mesh, self.number = list(parameters), mesh, number
+        self.riders = list(riders)
+        self.is_stale = False
+        self._sequence = 0
+        self._sum: Future[Handle] | None = None
+        own = sum(p.numel() for p in self.parameters)
+        sizes = [own, *(r.size for r in self.riders)]
+        flags = [len(self.parameters), *(r.num_flags for r in self.riders)]
+        self._flat = torch.empty(sum(sizes) + sum(flags), device=mesh.device)
+        parts = self._flat.split([*sizes, *flags])
+        self._own, self._has_grad = parts[0], parts[len(sizes)]
+        self._rides = list(zip(parts[1 : len(sizes)], parts[len(sizes) + 1 :], strict=True))
+        self.reset()
+        place = mesh.rank % span
+        group = list(range(mesh.rank - place, mesh.rank - place + span))
+        name = f"dense bucket {number}" if self.parameters else "dense sums of hot rows"
+        edge = "dense" if self.parameters else "hot gradients"
+        codec = codecs[edge]
+        self._near = _Ring(name, mesh, group, self._flat, sum(sizes), edge, pool, codec)
+        chunk, num_coded = self._near.chunks[place], self._near.num_coded[place]
+        peers = list(range(place, mesh.world, span))
+        self._far = _Ring(f"{name}, groups", mesh, peers, chunk, num_coded, edge, pool, codec)
+
+    def reset(self) -> None:
+        """Wait for every gradient anew."""
+        self.missing = len(self.parameters) + len(self.riders)
+
+    @property
+    def is_launched(self) -> bool:
+        return self._sum is not None
+
+    def launch(self) -> None:
+        """Send this rank's gradients to the ranks that add them up."""
+        with self.mesh.trace.phase("dense buckets"):
+            self._launch()
+
+    def _launch(self) -> None:
+        mesh, grads = self.mesh, [p.grad for p in self.parameters]
+        flags = torch.tensor([float(g is not None) for g in grads], device=mesh.device)
+        pieces = [
+            p.new_zeros(p.numel()) if g is None else g.reshape(-1)
+            for p, g in zip(self.parameters, grads, strict=True)
+        ]
+        if self.parameters:
+            torch.cat([p.float() for p in pieces], out=self._own)
+            self._has_grad.copy_(flags)
+        for rider, (out, marks) in zip(self.riders, self._rides, strict=True):
+            rider.pack(out, marks)
+        self._sequence += 1
+        work = functools.partial(
+            self._add_up, self._sequence, self._near.send_parts(self._sequence)
+        )
+        # A thread a bucket: ranks may launch them in different orders, and each waits for peers.
+        self._sum = mesh.later(f"dense {self.number}", work)
+        self.is_stale = False
+
+    def _add_up(self, sequence: int, parts: Handle) -> Handle:
+        with self.mesh.trace.phase("dense buckets"):
+            parts.wait()  # from here on the bucket may be overwritten with the sums
+            self._near.add_up()
+            if len(self._far.ranks) > 1:
+                self._far.send_parts(sequence).wait()
+                self._far.add_up()
+                self._far.send_sums(sequence).wait()
+            return self._near.send_sums(sequence)
+
+    def finish(self, *, keep: bool) -> None:
+        """Wait for the sums and, if ``keep``, make them the parameters' gradients."""
+        if self._sum is not None:
+            with self.mesh.trace.phase("dense buckets"):
+                self._finish(self._sum, keep=keep)
+
+    def _finish(self, sums: Future[Handle], *, keep: bool) -> None:
+        with self.mesh.trace.wait(f"dense {self.number}"):
+            handle = sums.result()
+        handle.wait()
+        self._sum = None
+        self.reset()
+        if not keep:
+            return
+        for rider, (sums_of, marks) in zip(self.riders, self._rides, strict=True):
+            rider.take(sums_of, marks)
+        at, has_grad = 0, (self._has_grad > 0).tolist()
+        for parameter, present in zip(self.parameters, has_grad, strict=True):
+            grad = self._own[at : at + parameter.numel()].view_as(parameter)
+            if not present:
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = grad.to(parameter.dtype, copy=True)
+            else:
+                parameter.grad.copy_(grad)
+            at += parameter.numel()
+
+
+class _Ring:
+    """Ranks that each add up one chunk of a vector and send the sum to the others.
+
+    The first ``num_coded`` numbers of the vector travel in ``codec``, the others as they are.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        mesh: Mesh,
+        ranks: Sequence[int],
+        vector: Tensor,
+        num_coded: int,
+        edge: str,
+        pool: ChannelPool,
+        codec: Codec,
+    ) -> None:
+        self._edge, self._codec = edge, codec
+        self.ranks, self._place = list(ranks), list(ranks).index(mesh.rank)
+        chunks = vector.split(max(1, -(-len(vector) // len(ranks))))
+        self.chunks = [*chunks, *(vector[:0],) * (len(ranks) - len(chunks))]
+        left = [num_coded - i * len(self.chunks[0]) for i in range(len(ranks))]
+        self.num_coded = [min(max(n, 0), len(c)) for n, c in zip(left, self.chunks, strict=True)]
+        self._found = vector.new_empty((len(ranks), len(self.chunks[self._place])))
+        self._parts = pool.channel(name, Lane.DENSE)
+        self._sums = pool.channel(f"{name}, sums", Lane.DENSE)
+
+    def send_parts(self, sequence: int) -> Handle:
+        """Every rank's part of every chunk to the rank that adds it up."""
+        others = [i for i in range(len(self.ranks)) if i != self._place]
+        return self._parts.post(
+            sequence,
+            sends=[(self.ranks[i], self._coded(self.chunks[i], i)) for i in others],
+            receives=[(self.ranks[i], self._coded(self._found[i], self._place)) for i in others],
+            edge=self._edge,
+        )
+
+    def _coded(self, vector: Tensor, chunk: int) -> Tensor | Message:
+        return coded_flat(vector, self._codec, self.num_coded[chunk])
+
+    def add_up(self) -> None:
+        """Make this rank's chunk the sum of all ranks', in their order."""
+        mine = self.chunks[self._place]
+        self._found[self._place] = mine
+        total = self._found[0]
+        for part in self._found[1:]:
+            total += part
+        mine.copy_(total)
+
+    def send_sums(self, sequence: int) -> Handle:
+        """This rank's chunk to all, theirs to this rank."""
+        others = [i for i in range(len(self.ranks)) if i != self._place]
+        parcels = [self._coded(chunk, i) for i, chunk in enumerate(self.chunks)]
+        if others:
+            settle(parcels[self._place])
+        return self._sums.post(
+            sequence,
+            sends=[(self.ranks[i], parcels[self._place]) for i in others],
+            receives=[(self.ranks[i], parcels[i]) for i in others],
+            edge=self._edge,
+        )
 
 
 class DenseBuckets:
@@ -33,10 +230,6 @@ class DenseBuckets:
         riders: Travel in the bucket that backward completes last.
         own: Travel in a bucket of their own.
         codecs: Of the plan.
-
-    Attributes:
-        step_late: Steps these parameters, whose gradients are the sums now; None if no sum is left
-            for later (`defer`).
     """
 
     def __init__(
@@ -54,8 +247,7 @@ class DenseBuckets:
         self._is_active = False
         self._mesh, self._span, self._pool = mesh, span, ChannelPool(mesh.wire)
         self._codecs = codecs
-        self.step_late: Callable[[Sequence[nn.Parameter]], None] | None = None
-        self._buckets: list[Bucket] = []
+        self._buckets: list[_Bucket] = []
         self._members: list[list[nn.Parameter]] = []
         if mesh.world == 1:
             return
@@ -74,7 +266,6 @@ class DenseBuckets:
         """
         if self._mesh.world == 1:
             return
-        self.settle()
         loads: list[tuple[list[nn.Parameter], Sequence[Rider]]] = [(m, ()) for m in self._members]
         if loads:
             loads[-1] = (self._members[-1], riders)
@@ -84,10 +275,9 @@ class DenseBuckets:
         self._pool.begin_anew()
         self._buckets = []
         for number, (chosen, aboard) in enumerate(loads):
-            bucket = Bucket(
+            bucket = _Bucket(
                 chosen, aboard, self._mesh, number, self._span, self._pool, self._codecs
             )
-            bucket.is_held = self.step_late is not None and not aboard
             self._buckets.append(bucket)
             for rider in aboard:
                 rider.on_ready = functools.partial(self._ready, number)
@@ -95,12 +285,6 @@ class DenseBuckets:
     def _ready(self, number: int) -> None:
         bucket = self._buckets[number]
         self._is_active = True
-        if bucket.is_late:
-            raise StepError(
-                "a dense parameter got a gradient before the step before was applied to it: it is "
-                "read outside the forward of the module that owns it, which late_dense does not "
-                "allow; make the rm.Optimizer without late_dense"
-            )
         if bucket.is_launched:
             bucket.is_stale = True  # a second backward added to what was sent
             return
@@ -114,61 +298,11 @@ class DenseBuckets:
         Collective:
             All ranks, before any of them waits for anything else of this step.
         """
-        self.settle()
         for bucket in self._buckets:
             if bucket.is_stale:
                 bucket.finish(keep=False)
             if not bucket.is_launched:
                 bucket.launch()
-
-    def step_parameters_late(
-        self, model: nn.Module, step: Callable[[Sequence[nn.Parameter]], None]
-    ) -> None:
-        """From now on `defer` may be called, and leaves the step of parameters to ``step``.
-
-        It is made, bucket by bucket, when a module that owns one of the bucket's parameters runs
-        its forward or gives its state dict.
-        """
-        if self._mesh.world == 1:
-            return
-        self.step_late = step
-        of_bucket = {id(p): n for n, members in enumerate(self._members) for p in members}
-        for bucket in self._buckets:
-            bucket.is_held = not bucket.riders
-        for module in model.modules():
-            owned = [of_bucket[id(p)] for p in module.parameters(False) if id(p) in of_bucket]
-            if owned:
-                module.register_forward_pre_hook(Settler(self, sorted(set(owned))))
-            module.register_state_dict_pre_hook(Settler(self, None))
-
-    def defer(self) -> None:
-        """Go on while sums are under way: `Settler` takes them up.
-
-        Buckets with riders are waited for. Their parameters have their sums as gradients, all
-        others none.
-
-        Collective:
-            All ranks, after `launch`.
-        """
-        for bucket in self._buckets:
-            bucket.release()
-        for bucket in self._buckets:
-            if bucket.riders:
-                bucket.finish(keep=True)
-            else:
-                bucket.is_late = True
-                for parameter in bucket.parameters:
-                    parameter.grad = None
-        self._is_active = False
-
-    def settle(self, numbers: Iterable[int] | None = None) -> None:
-        """Step the parameters of these buckets, or of all, whose sums were left for later."""
-        for number in range(len(self._buckets)) if numbers is None else numbers:
-            bucket = self._buckets[number]
-            if bucket.is_late:
-                assert self.step_late is not None
-                bucket.finish(keep=True)
-                self.step_late(bucket.parameters)
 
     def reduce(self) -> None:
         """Make every ``grad`` the sum over ranks; None where no rank has one.
@@ -176,8 +310,6 @@ class DenseBuckets:
         Collective:
             All ranks, after `launch`.
         """
-        for bucket in self._buckets:
-            bucket.release()
         for bucket in self._buckets:
             bucket.finish(keep=True)
         self._is_active = False
@@ -187,32 +319,10 @@ class DenseBuckets:
         if self._is_active:
             self.launch()
         for bucket in self._buckets:
-            if bucket.is_late:
-                continue
             bucket.finish(keep=False)
             bucket.is_stale = False
             bucket.reset()
         self._is_active = False
-
-
-class Settler:
-    """A module's hook: before its parameters are read they get the step that was left for later.
-
-    A copy of the module, which is not sharded, has nothing to wait for.
-    """
-
-    def __init__(self, buckets: DenseBuckets | None, numbers: Sequence[int] | None) -> None:
-        self._buckets, self._numbers = buckets, numbers
-
-    def __call__(self, *_: object) -> None:
-        """As torch calls its hooks."""
-        if self._buckets is not None:
-            # Not inference mode: what an optimiser makes in its first step must outlive it.
-            with torch.inference_mode(False), torch.no_grad():
-                self._buckets.settle(self._numbers)
-
-    def __deepcopy__(self, memo: object) -> "Settler":
-        return Settler(None, None)
 
 
 def broadcast_dense(tensors: Sequence[Tensor], mesh: Mesh) -> None:

@@ -4,7 +4,7 @@ It communicates, so it lives in the runtime; the rules themselves are in `rowmes
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,12 +35,6 @@ class Optimizer(torch.optim.Optimizer):
         dense: Makes the optimiser of the dense parameters, e.g. ``torch.optim.Adagrad`` or
             ``functools.partial(torch.optim.Adam, lr=1e-3)``.
         sparse: The rule for table rows, e.g. ``rm.RowwiseAdagrad(lr=0.05)``.
-        late_dense: Let the sums of dense gradients travel under the next forward: ``step()``
-            leaves them under way, and a parameter gets its step just before the module that owns
-            it runs or gives its state dict. Losses and weights are the same, bit for bit. Between
-            steps other code may find weights of the step before: call `settle` first. Parameters
-            must be read in their own module's forward only (else backward raises), and the
-            dense optimiser must step each by itself, as SGD, AdaGrad and Adam do.
     """
 
     def __init__(
@@ -49,7 +43,6 @@ class Optimizer(torch.optim.Optimizer):
         *,
         dense: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
         sparse: UpdateRule,
-        late_dense: bool = False,
     ) -> None:
         buckets = getattr(model, "_rowmesh_dense", None)
         if not isinstance(buckets, DenseBuckets):
@@ -78,9 +71,6 @@ class Optimizer(torch.optim.Optimizer):
                         state |= sparse.new_state(*weight.shape, device=weight.device)
         self.attach()
         self.dense = dense(buckets.parameters) if buckets.parameters else None
-        self._late_groups: list[dict[str, Any]] = []  # settings of the step that is left for later
-        if late_dense and self.dense is not None:
-            buckets.step_parameters_late(model, self._step_late)
         group = {"params": [], "lr": sparse.lr, "name": "sparse"}
         super().__init__([{**group, "params": [nn.Parameter(torch.zeros(0))]}], {"lr": sparse.lr})
         sparse_group = self.param_groups[0] | {"params": []}
@@ -123,11 +113,7 @@ class Optimizer(torch.optim.Optimizer):
             # Rows first: the next batch's may wait for them, and dense sums travel meanwhile.
             for number in range(len(self._engines)):
                 self._step_rows(number, self._sum_rows(number), lr)
-            if self._buckets.step_late is None:
-                self._buckets.reduce()
-            else:
-                self._buckets.defer()
-                self._late_groups = self._dense_settings()
+            self._buckets.reduce()
             for sparse, squares, replicas in zip(
                 self._sparse, self._squares, self._replicas, strict=True
             ):
@@ -144,41 +130,6 @@ class Optimizer(torch.optim.Optimizer):
                 self.dense.step()
                 self.dense.zero_grad(set_to_none=True)
         self._pending = None
-
-    def settle(self) -> None:
-        """Make the steps of dense parameters that ``late_dense`` has left for later.
-
-        A forward, a state dict, a checkpoint and the next step do so by themselves; other code
-        that reads parameters between steps calls it first.
-        """
-        self._buckets.settle()
-
-    def _dense_settings(self) -> list[dict[str, Any]]:
-        assert self.dense is not None
-        return [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in self.dense.param_groups
-        ]
-
-    @torch.no_grad()
-    def _step_late(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Step these alone, with the learning rates of when their step was left for later."""
-        assert self.dense is not None
-        chosen = set(map(id, parameters))
-        kept = [(p, p.grad) for p in self._buckets.parameters if id(p) not in chosen]
-        now = self._dense_settings()
-        with self._trace.phase("dense update"):
-            for parameter, _ in kept:
-                parameter.grad = None
-            for group, settings in zip(self.dense.param_groups, self._late_groups, strict=True):
-                group.update(settings)
-            self.dense.step()
-            for group, settings in zip(self.dense.param_groups, now, strict=True):
-                group.update(settings)
-            for parameter in parameters:
-                parameter.grad = None
-            for parameter, grad in kept:
-                parameter.grad = grad
 
     def _step_rows(self, number: int, parts: list[RowGradient], lr: float) -> None:
         """One step of an engine's rows."""
@@ -202,7 +153,6 @@ class Optimizer(torch.optim.Optimizer):
         Collective:
             All ranks, between steps.
         """
-        self.settle()
         for engine in self._engines:
             engine.bring_together()
 

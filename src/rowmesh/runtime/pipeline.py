@@ -12,7 +12,6 @@ from rowmesh.errors import InputError, check_range
 from rowmesh.features import empty_like
 from rowmesh.placement import Plan
 from rowmesh.placement.rules import MAX_DEPTH
-from rowmesh.runtime.dense import DenseBuckets
 from rowmesh.runtime.embeddings import ShardedEngine, sharded_engines
 from rowmesh.runtime.fetch import LAST_BATCH, Fetch
 
@@ -63,7 +62,6 @@ class Pipeline:
             raise InputError(f"features must be a function of a batch, got {features!r}")
         self._features = features or _features_of
         self._engines: list[ShardedEngine] = sharded_engines(model)
-        self._buckets: DenseBuckets = model._rowmesh_dense  # type: ignore[assignment]
         self._mesh: Mesh | None = self._engines[0].mesh if self._engines else None
 
     def batches(self, loader: Iterable[T], *, empty: T | None = None) -> Iterator[T]:
@@ -80,13 +78,8 @@ class Pipeline:
         if self._mesh is None:
             return iter(loader)
         if self.depth == 1 or self._mesh.world == 1:
-            return self._settled(self._mesh.batches(loader, empty=empty))
-        return self._settled(self._run(self._mesh, loader, empty))
-
-    def _settled(self, batches: Iterator[T]) -> Iterator[T]:
-        """These; after the last one no step is left for later."""
-        yield from batches
-        self._buckets.settle()
+            return self._mesh.batches(loader, empty=empty)
+        return self._run(self._mesh, loader, empty)
 
     def _run(self, mesh: Mesh, loader: Iterable[T], empty: T | None) -> Iterator[T]:
         iterator = iter(loader)

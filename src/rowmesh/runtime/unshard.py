@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from rowmesh.nn.collections import EmbeddingBagCollection, EmbeddingCollection, Table, Tables
 from rowmesh.nn.local import LocalEngine
-from rowmesh.runtime.dense import DenseBuckets
 from rowmesh.runtime.embeddings import sharded_engines
 from rowmesh.runtime.export import gather_table
 from rowmesh.runtime.regions import mesh_of, named_tables
@@ -30,9 +29,6 @@ def unshard(model: nn.Module) -> nn.Module | None:
     mesh = mesh_of(model)
     if mesh is None:
         return copy.deepcopy(model)
-    for module in model.modules():
-        if isinstance(buckets := getattr(module, "_rowmesh_dense", None), DenseBuckets):
-            buckets.settle()
     tables: dict[int, dict[str, Tensor]] = {}
     for table in named_tables(model):
         weight = gather_table(table)

@@ -111,8 +111,8 @@ class OptimiserConfig:
 
 
 def make_optimizer(config: OptimiserConfig, model: nn.Module) -> Optimizer:
-    """The optimiser of a sharded model; its dense sums travel under the next forward."""
-    return Optimizer(model, dense=config.make_dense, sparse=config.rule, late_dense=True)
+    """The optimiser of a sharded model."""
+    return Optimizer(model, dense=config.make_dense, sparse=config.rule)
 
 
 def set_learning_rates(

@@ -31,13 +31,9 @@ __all__ = [
 def check_drained(model: nn.Module, optimizer: Optimizer | None) -> None:
     """Refuse a moment between backward and step, whose gradients would be lost or misused.
 
-    Steps of dense parameters that were left for later are made.
-
     Raises:
         StepError: Says what to call first.
     """
-    if optimizer is not None:
-        optimizer.settle()
     is_sent = any(ticket.is_sent for e in sharded_engines(model) for ticket in e.tickets)
     if is_sent or (optimizer is not None and optimizer._pending is not None):
         raise StepError(
