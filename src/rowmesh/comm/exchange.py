@@ -43,7 +43,6 @@ class Lane(StrEnum):
     CONTROL = "control"
     ROWS = "rows"
     GRADS = "grads"
-    DENSE = "dense"
 
 
 Parcel = tuple[int, Tensor | Message]

@@ -181,8 +181,8 @@ class _Ring:
         left = [num_coded - i * len(self.chunks[0]) for i in range(len(ranks))]
         self.num_coded = [min(max(n, 0), len(c)) for n, c in zip(left, self.chunks, strict=True)]
         self._found = vector.new_empty((len(ranks), len(self.chunks[self._place])))
-        self._parts = pool.channel(name, Lane.DENSE)
-        self._sums = pool.channel(f"{name}, sums", Lane.DENSE)
+        self._parts = pool.channel(name, Lane.GRADS)
+        self._sums = pool.channel(f"{name}, sums", Lane.GRADS)
 
     def send_parts(self, sequence: int) -> Handle:
         """Every rank's part of every chunk to the rank that adds it up."""
