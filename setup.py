@@ -14,7 +14,7 @@ FLAGS = ["-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno"]
 
 KERNELS = Extension(
     "rowmesh.native._kernels",
-    ["src/rowmesh/native/kernels.c", "src/rowmesh/native/dots.c"],
+    [f"src/rowmesh/native/{name}.c" for name in ("kernels", "dots", "codecs")],
     depends=["src/rowmesh/native/target.h"],
     extra_compile_args=FLAGS,
     libraries=["m"],

@@ -1,5 +1,6 @@
 """Codecs by themselves: what becomes of numbers, what of NaN, how many bytes there are."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rowmesh import native
 from rowmesh.comm.codecs import (
     Codec,
     Message,
@@ -26,6 +28,7 @@ from rowmesh.placement.codecs import (
     describe_codecs,
     parse_codecs,
 )
+from tests.test_native import needs_library, plain
 
 EDGES = ("rows", "pooled", *GRADIENT_EDGES)
 LOSSY = [(name, edge) for name in WIRE_CODECS[1:] for edge in ("rows", "backward")]
@@ -60,10 +63,10 @@ def blocks(draw: st.DrawFn) -> torch.Tensor:
 @pytest.mark.parametrize("edge", EDGES)
 def test_fp32_is_no_codec_nothing_is_copied(edge: str) -> None:
     block = torch.randn(3, 4)
-    plain = codec_of("fp32", edge)
-    assert coded(block, plain) is block
-    assert coded(block, plain, others=(1, plain)) is block
-    assert coded_flat(block.view(-1), plain, 5).data_ptr() == block.data_ptr()
+    codec = codec_of("fp32", edge)
+    assert coded(block, codec) is block
+    assert coded(block, codec, others=(1, codec)) is block
+    assert coded_flat(block.view(-1), codec, 5).data_ptr() == block.data_ptr()
 
 
 @FEW
@@ -257,3 +260,42 @@ def test_codecs_are_words_or_pairs() -> None:
 def test_unknown_words_are_named(text: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         parse_codecs(text)
+
+
+@needs_library
+@FEW
+@given(block=blocks(), flags=st.integers(0, 3))
+def test_compiled_int8_is_the_torch_path_bit_by_bit(block: torch.Tensor, flags: int) -> None:
+    block[:, 0] *= 1.5  # a tie now and then
+    messages = []
+    for path in (plain, contextlib.nullcontext):
+        with path():
+            out = torch.zeros_like(block)
+            message = coded_flat(block.view(-1), RowInt8(), block.numel() - flags)
+            arrived = coded_flat(out.view(-1), RowInt8(), block.numel() - flags)
+            assert isinstance(message, Message)
+            assert isinstance(arrived, Message)
+            arrived.received().copy_(message.sent())
+            arrived.decode()
+            messages.append((message.sent(), out))
+    (slow, slow_out), (fast, fast_out) = messages
+    assert torch.equal(slow, fast)
+    assert torch.equal(slow_out.view(torch.int32), fast_out.view(torch.int32))
+
+
+@needs_library
+@pytest.mark.parametrize("steps", [0.5, 1.5, 2.5, -0.5, -1.5, 126.5, 127.0])
+def test_compiled_int8_rounds_ties_to_even(steps: float) -> None:
+    block = torch.tensor([[127.0, steps]])
+    scales, found = torch.empty(1), torch.empty(2, dtype=torch.int8)
+    assert native.encode_int8(block, scales, found)
+    assert scales.item() == 1.0
+    assert found.tolist() == [127, round(steps)]
+
+
+@needs_library
+def test_what_int8_kernels_do_not_know_is_left_to_torch() -> None:
+    scales, steps = torch.empty(2), torch.empty(6, dtype=torch.int8)
+    for block in (torch.ones(2, 3).double(), torch.ones(3, 2).t(), torch.ones(2, 4)):
+        assert not native.encode_int8(block, scales, steps)
+        assert not native.decode_int8(scales, steps, block)

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rowmesh import native
 from rowmesh.placement.codecs import CHUNK, GRADIENT_EDGES, WireForm
 
 __all__ = [
@@ -125,6 +126,8 @@ class RowInt8:
 
     def encode(self, block: Tensor, parts: Sequence[Tensor]) -> None:
         """Round to the nearest step."""
+        if native.encode_int8(block, *parts):
+            return
         scale = parts[0]
         torch.div(_largest(block), _MOST, out=scale)
         steps = block / torch.where(scale == 0.0, 1.0, scale).unsqueeze(1)
@@ -133,6 +136,8 @@ class RowInt8:
 
     def decode(self, parts: Sequence[Tensor], block: Tensor) -> None:
         """Steps times scale, in fp32."""
+        if native.decode_int8(*parts, block):
+            return
         torch.mul(parts[1].view(block.shape).float(), parts[0].unsqueeze(1), out=block)
 
 

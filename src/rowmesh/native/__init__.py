@@ -6,6 +6,7 @@ contiguous, on the CPU, or of a dtype it knows. See docs/kernels.md.
 """
 
 from rowmesh.native.bags import Places, flatten, ids_fit, make_keys
+from rowmesh.native.codecs import decode_int8, encode_int8
 from rowmesh.native.dots import pairwise_dots, pairwise_dots_backward
 from rowmesh.native.library import describe, is_available
 from rowmesh.native.runs import (
@@ -23,7 +24,9 @@ __all__ = [
     "Places",
     "block_squares",
     "coalesce",
+    "decode_int8",
     "describe",
+    "encode_int8",
     "flatten",
     "ids_fit",
     "is_available",
