@@ -157,7 +157,8 @@ def scale_of_another_row(mesh: Mesh) -> Patch:
 
 
 def few_steps_of_a_scale(mesh: Mesh) -> Patch:
-    return mock.patch.object(codecs, "_MOST", 8.0)
+    no_kernels = mock.MagicMock(**{f"{f}_int8.return_value": False for f in ("encode", "decode")})
+    return mock.patch.multiple(codecs, _MOST=8.0, native=no_kernels)
 
 
 def flags_coded_as_gradients(mesh: Mesh) -> Patch:

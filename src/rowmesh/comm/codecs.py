@@ -126,7 +126,7 @@ class RowInt8:
 
     def encode(self, block: Tensor, parts: Sequence[Tensor]) -> None:
         """Round to the nearest step."""
-        if native.encode_int8(block, *parts):
+        if native.encode_int8(block, parts[0], parts[1]):
             return
         scale = parts[0]
         torch.div(_largest(block), _MOST, out=scale)
@@ -136,7 +136,7 @@ class RowInt8:
 
     def decode(self, parts: Sequence[Tensor], block: Tensor) -> None:
         """Steps times scale, in fp32."""
-        if native.decode_int8(*parts, block):
+        if native.decode_int8(parts[0], parts[1], block):
             return
         torch.mul(parts[1].view(block.shape).float(), parts[0].unsqueeze(1), out=block)
 
