@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from rowmesh.comm.exchange import Channel, Lane, Wire
 from rowmesh.comm.ledger import Ledger
 from rowmesh.comm.shared import open_segment, why_not_shared
 from rowmesh.comm.status import Bulletin, sentence_of
+from rowmesh.comm.tasks import Task
 from rowmesh.errors import InputError, PeerError
 from rowmesh.features import empty_like
 from rowmesh.topology import Topology
@@ -93,7 +94,7 @@ class Mesh:
         """All other ranks, starting with the next one."""
         return self.wire.peers()
 
-    def later(self, owner: str, work: Callable[[], T]) -> "Future[T]":
+    def later(self, owner: str, work: Callable[[], T]) -> Task[T]:
         """Run ``work`` on the communication thread of ``owner``, in order.
 
         Only what has to wait for messages goes there. Owners have a thread each, because a wait
@@ -102,7 +103,7 @@ class Mesh:
         if owner not in self._workers:
             name = f"rowmesh-{owner}"
             self._workers[owner] = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
-        return self._workers[owner].submit(work)
+        return Task(self._workers[owner].submit(work), owner, self.trace)
 
     @property
     def is_last_batch(self) -> bool:

@@ -9,7 +9,6 @@ coded in chunks and flags are not; whoever sends a sum keeps what its receivers 
 
 import functools
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Protocol
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from rowmesh.comm.codecs import PLAIN, Codec, Codecs, Message, coded_flat, settle
 from rowmesh.comm.exchange import ChannelPool, Handle, Lane
 from rowmesh.comm.mesh import Mesh
+from rowmesh.comm.tasks import Task
 from rowmesh.placement.dense import bucket_parameters
 
 __all__ = ["DenseBuckets", "Rider", "broadcast_dense"]
@@ -67,7 +67,7 @@ class _Bucket:
         self.riders = list(riders)
         self.is_stale = False
         self._sequence = 0
-        self._sum: Future[Handle] | None = None
+        self._sum: Task[Handle] | None = None
         own = sum(p.numel() for p in self.parameters)
         sizes = [own, *(r.size for r in self.riders)]
         flags = [len(self.parameters), *(r.num_flags for r in self.riders)]
@@ -135,10 +135,8 @@ class _Bucket:
             with self.mesh.trace.phase("dense buckets"):
                 self._finish(self._sum, keep=keep)
 
-    def _finish(self, sums: Future[Handle], *, keep: bool) -> None:
-        with self.mesh.trace.wait(f"dense {self.number}"):
-            handle = sums.result()
-        handle.wait()
+    def _finish(self, sums: Task[Handle], *, keep: bool) -> None:
+        sums.result().wait()
         self._sum = None
         self.reset()
         if not keep:

@@ -1,13 +1,13 @@
 """One batch on its way from its ids to vectors: what is known of it at each stage."""
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from rowmesh.comm.exchange import Handle
+from rowmesh.comm.tasks import Task
 from rowmesh.errors import RowmeshError
 from rowmesh.features import KeyedJaggedTensor
 from rowmesh.runtime.requests import Request
@@ -72,7 +72,7 @@ class Fetch:
     num_syncs: int = 0
     version: int = 0
     is_ahead: bool = False
-    under_way: "Future[None] | None" = None
+    under_way: Task[None] | None = None
     hearing: tuple[Tensor, Handle] | None = None
     counts: list[list[int]] = field(default_factory=list)
     asked: list[Sequence[Request]] = field(default_factory=list)
@@ -83,7 +83,7 @@ class Fetch:
     late_stacks: frozenset[int] = frozenset()
     arriving: list[Handle] = field(default_factory=list)
     is_answered: bool = False
-    answering: "Future[None] | None" = None
+    answering: Task[None] | None = None
     sent: list[tuple[str, int, int]] = field(default_factory=list)
 
     @property

@@ -3,7 +3,6 @@
 import functools
 import itertools
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rowmesh.comm.exchange import Lane
+from rowmesh.comm.tasks import Task
 from rowmesh.nn.kernels import coalesce
 from rowmesh.runtime.embeddings import ShardedEngine
 from rowmesh.runtime.merged_sums import MergedSums
@@ -47,7 +47,7 @@ class SparseGradients:
         layouts = [stack.layout for stack in engine.stacks]
         self._copied = [i for i, x in enumerate(layouts) if x.copy_bounds[-1] and x.trainable]
         self._shared = [i for i, x in enumerate(layouts) if x.host_copies and x.trainable]
-        self._sums: Future[list[RowGradient]] | None = None
+        self._sums: Task[list[RowGradient]] | None = None
         self._sequence = 0
         channel = engine.pool.channel
         self._counts = channel(f"hot counts of {engine.path}", Lane.CONTROL)
@@ -59,7 +59,7 @@ class SparseGradients:
             for size in sizes
         ]
         self._merges = MergedSums(engine)
-        self._merged: Future[dict[int, tuple[Tensor, Tensor]]] | None = None
+        self._merged: Task[dict[int, tuple[Tensor, Tensor]]] | None = None
         engine.on_all_sent = self._all_sent
 
     def reduce(self) -> list[RowGradient]:
@@ -95,7 +95,7 @@ class SparseGradients:
                 found.sort(key=lambda part: part.stack)
         if self._sums is not None:
             with phase("hot sums"):
-                found += self._await(self._sums)
+                found += self._sums.result()
         self._engine.tickets.clear()
         self._sums = self._merged = None
         return found
@@ -108,17 +108,13 @@ class SparseGradients:
                 ticket.copied.wait()
                 ticket.shared.wait()
         if self._sums is not None:
-            self._await(self._sums)
+            self._sums.result()
         if self._merged is None:
             self._merges.wait(self._sent())
         else:
             self._merged.result()
         self._engine.tickets = [t for t in self._engine.tickets if not t.is_sent]
         self._sums = self._merged = None
-
-    def _await(self, sums: Future[list[RowGradient]]) -> list[RowGradient]:
-        with self._engine.mesh.trace.wait("hot sums"):
-            return sums.result()
 
     def _sent(self) -> list[Ticket]:
         return [t for t in self._engine.tickets if t.is_sent]

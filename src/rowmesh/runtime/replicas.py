@@ -5,12 +5,12 @@ and their rows are averaged now and then.
 """
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rowmesh.comm.tasks import Task
 from rowmesh.nn.kernels import coalesce
 from rowmesh.optim.squares import mean_squares
 from rowmesh.placement import Sync
@@ -49,7 +49,7 @@ class Replicas:
         self._touched = {i: Touched(self._tensors(i)) for i in apart} if self._averages else {}
         self._num_steps = 0  # since the last sync
         self.num_syncs = 0
-        self._under_way: Future[None] | None = None
+        self._under_way: Task[None] | None = None
 
     @property
     def _averages(self) -> bool:
