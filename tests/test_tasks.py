@@ -8,7 +8,7 @@ import rowmesh as rm
 from rowmesh.comm.mesh import Mesh
 
 
-@pytest.fixture()
+@pytest.fixture
 def mesh() -> Mesh:
     return rm.init_mesh()
 
