@@ -4,9 +4,10 @@
 
     python benchmarks/bench_kernels.py
 
-One thread. Both paths of a call alternate, and their results are compared bit for bit before.
-Prints ``RESULT`` and a JSON object: medians in ms of the thread's time and their ratio (torch over
-native) for pooling 1 and 20, under an automatic plan for two hosts and a row-wise one.
+One thread. Both paths of a call alternate, and their results are compared before: bit for bit, or
+closely where the two add in other orders. Prints ``RESULT`` and a JSON object: medians in ms of the
+thread's time and their ratio (torch over native) for pooling 1 and 20, under an automatic plan for
+two hosts and a row-wise one, and for the dense layers and codecs.
 """
 
 import argparse
@@ -14,18 +15,21 @@ import json
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from statistics import median
 from typing import Any
 from unittest import mock
 
 import torch
-from forecasting import count_accesses
 from torch import Tensor, nn
 
 import rowmesh as rm
+from rowmesh.comm.codecs import RowInt8
 from rowmesh.data.synthetic import SyntheticClicks
+from rowmesh.models.layers import PairwiseDots
+from rowmesh.models.linear import Linear
 from rowmesh.native import describe, is_available
 from rowmesh.native import library as native_library
 from rowmesh.nn.bags import check_ids, flatten
@@ -46,10 +50,12 @@ def main() -> None:
     keep_freed_memory()
     assert is_available(), f"no compiled kernels: {describe()}"
     found = {
-        f"pooling {pooling}, {split}": dict(measure(args, pooling, split))
+        f"pooling {pooling}, {split}": dict(measure(args, cases(args, pooling, split), same))
         for pooling in args.pooling
         for split in ("auto", "row_wise")
     }
+    found["codecs"] = dict(measure(args, codec_cases(args), same))
+    found["layers"] = dict(measure(args, layer_cases(args), close))
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
     result = {
         "shapes": found,
@@ -74,13 +80,13 @@ def parse_args() -> argparse.Namespace:
 
 
 def measure(
-    args: argparse.Namespace, pooling: int, split: str
+    args: argparse.Namespace, given: Iterable[Case], equal: Callable[[Any, Any], bool]
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    """Times of every case of one shape."""
-    for name, call in cases(args, pooling, split):
+    """Times of every case."""
+    for name, call in given:
         with without_kernels():
             expected = call()
-        assert same(call(), expected), f"{name}: the two paths differ"
+        assert equal(call(), expected), f"{name}: the two paths differ"
         native, plain = [], []
         for _ in range(args.repeats):
             native.append(timed(call))
@@ -93,9 +99,12 @@ def measure(
         )
 
 
-def without_kernels() -> Any:
-    """The torch paths, inside."""
-    return mock.patch.object(native_library, "_find", return_value=(None, "off"))
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """The torch paths, inside; layers as torch has them."""
+    off = mock.patch.object(native_library, "_find", return_value=(None, "off"))
+    with off, mock.patch.object(Linear, "forward", nn.Linear.forward):
+        yield
 
 
 def timed(call: Callable[[], Any]) -> float:
@@ -114,6 +123,50 @@ def same(a: Any, b: Any) -> bool:
     if is_dataclass(a):
         return all(same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
     return bool(a == b)
+
+
+def close(a: Any, b: Any) -> bool:
+    """Equal but for the order of sums."""
+    pairs = zip(a, b, strict=True)
+    return all(torch.allclose(x, y, rtol=1e-4, atol=1e-4 * float(y.abs().max())) for x, y in pairs)
+
+
+def layer_cases(args: argparse.Namespace) -> Iterator[Case]:
+    """DLRM's interaction of 26 features, and the first layer behind it: forward and gradients."""
+    rng = torch.Generator().manual_seed(0)
+    dots, features = PairwiseDots(26, args.dim), 26 * args.dim
+    dense, pooled = (
+        torch.randn(args.batch, n, generator=rng).requires_grad_() for n in (args.dim, features)
+    )
+    layer = Linear(dots.out_features, 512)
+    x = dots(dense, pooled).detach().requires_grad_()
+    yield from both_ways("pairwise dots", lambda: dots(dense, pooled), [dense, pooled])
+    yield from both_ways("linear", lambda: layer(x), [x, *layer.parameters()])
+
+
+def both_ways(name: str, call: Callable[[], Tensor], inputs: list[Tensor]) -> Iterator[Case]:
+    """The result alone, and with the gradients of all inputs."""
+    grad = torch.randn(call().shape, generator=torch.Generator().manual_seed(1))
+    yield f"{name}, forward", lambda: [call().detach()]
+    yield f"{name}, both", lambda: torch.autograd.grad(call(), inputs, grad)
+
+
+def codec_cases(args: argparse.Namespace) -> Iterator[Case]:
+    """int8 of about as many rows as a rank's batch asks for."""
+    rows = torch.randn(7000, args.dim, generator=torch.Generator().manual_seed(0))
+    codec, back = RowInt8(), torch.empty_like(rows)
+    parts = [torch.empty(size, dtype=dtype) for dtype, size in codec.parts(*rows.shape)]
+
+    def encode() -> list[Tensor]:
+        codec.encode(rows, parts)
+        return [part.clone() for part in parts]
+
+    def decode() -> Tensor:
+        codec.decode(parts, back)
+        return back.clone()
+
+    yield "int8 encode", encode
+    yield "int8 decode", decode
 
 
 def cases(args: argparse.Namespace, pooling: int, split: str) -> Iterator[Case]:
@@ -171,7 +224,9 @@ def widest_layout(
 ) -> StackLayout:
     """The stack with most readers, as rank 0 of two hosts sees it."""
     model = nn.ModuleDict({"tables": tables})
-    plan = rm.make_plan(model, HOSTS, stats=count_accesses(clicks, dim), split=split)
+    sample = [clicks.batch_at(0, number).sparse_features for number in range(10, 14)]
+    stats = rm.Stats.from_batches(clicks.tables(dim), sample)
+    plan = rm.make_plan(model, HOSTS, stats=stats, split=split)
     layouts = lay_out(
         plan.tables,
         [plan.groups(t) for t in plan.tables],

@@ -15,6 +15,7 @@ from rowmesh.models.layers import (
     pooled_names,
     table_configs,
 )
+from rowmesh.models.linear import Linear
 
 __all__ = ["DCN", "CrossNet"]
 
@@ -41,12 +42,10 @@ class CrossNet(nn.Module):
         super().__init__()
         inner = in_features if low_rank_dim is None else low_rank_dim
         self.v = nn.ModuleList(
-            nn.Linear(in_features, inner, bias=False, device=device)
+            Linear(in_features, inner, bias=False, device=device)
             for _ in range(0 if low_rank_dim is None else num_layers)
         )
-        self.w = nn.ModuleList(
-            nn.Linear(inner, in_features, device=device) for _ in range(num_layers)
-        )
+        self.w = nn.ModuleList(Linear(inner, in_features, device=device) for _ in range(num_layers))
 
     def forward(self, x0: Tensor) -> Tensor:
         """``[B, in_features]`` to ``[B, in_features]``."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from rowmesh import native
 from rowmesh.errors import InputError
 from rowmesh.features import KeyedTensor
+from rowmesh.models.linear import Linear
 from rowmesh.tables import TableConfig, named_collections
 
 __all__ = [
@@ -51,7 +52,7 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         sizes = [in_features, *layer_sizes]
-        self.layers = nn.ModuleList(nn.Linear(i, o, device=device) for i, o in pairwise(sizes))
+        self.layers = nn.ModuleList(Linear(i, o, device=device) for i, o in pairwise(sizes))
         self.relu_last = relu_last
 
     def forward(self, x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ _FLOAT = (torch.float32,)
 def pairwise_dots(dense: Tensor, vectors: Tensor) -> Tensor | None:
     """``[B, D + F (F + 1) / 2]``: ``dense`` [B, D], then <v_i, v_j> for i < j, v_0 = dense.
 
-    A product is added over columns from the first to the last, each term rounded before.
+    A product is added over columns from the first to the last, fused multiply-adds from zero.
 
     Args:
         dense: v_0.
@@ -35,14 +35,22 @@ def pairwise_dots_backward(
     """Gradients of both arguments of `pairwise_dots`, ``grad`` being that of its result.
 
     A vector's is the sum over the others from the first to the last of <gradient of the
-    product> * vector; the dense one's own is added last.
+    product> * vector, fused multiply-adds from zero; the dense one's own is added last.
+
+    Args:
+        dense: As for `pairwise_dots`.
+        vectors: Likewise.
+        grad: Its rows may have gaps between them.
     """
     lib = library()
-    if lib is None or not takes(dense, vectors, grad, dtypes=_FLOAT) or not vectors.numel():
+    if lib is None or not takes(dense, vectors, dtypes=_FLOAT) or not vectors.numel():
+        return None
+    if grad.stride(1) != 1 or not takes(grad[0], dtypes=_FLOAT):
         return None
     grads = torch.empty_like(dense), torch.empty_like(vectors)
     done = lib.rm_dots_backward(
         *(len(dense), vectors.shape[1] + 1, vectors.shape[2]),
-        *(pointer(t) for t in (dense, vectors, grad, *grads)),
+        *(pointer(dense), pointer(vectors), pointer(grad), grad.stride(0)),
+        *(pointer(t) for t in grads),
     )
     return grads if done == 0 else None

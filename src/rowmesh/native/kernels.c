@@ -20,7 +20,7 @@
 #define DIGIT_BITS 11 /* 2,048 counters fit the first cache together with what is written */
 
 /* The caller refuses a library built from another interface than it knows. */
-int32_t rm_interface(void) { return 3; }
+int32_t rm_interface(void) { return 4; }
 
 static inline int64_t at(const void *values, int32_t wide, int64_t i) {
     return wide ? ((const int64_t *)values)[i] : ((const int32_t *)values)[i];

@@ -12,7 +12,7 @@ from torch import Tensor
 
 __all__ = ["describe", "is_available", "is_wide", "library", "load", "pointer", "ready", "takes"]
 
-_INTERFACE = 3  # of kernels.c: rm_interface
+_INTERFACE = 4  # of kernels.c: rm_interface
 _MOST_IDS = (1 << 31) - 1  # places are int32
 _I32, _I64, _F32, _P = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 _INTEGERS = (torch.int32, torch.int64)
@@ -32,7 +32,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
         [_I64, _P, _I32, _P, _P, _P, _I64, _P, _I64, _P, _I32, _P, _P, _P, _P],
     ),
     "rm_dots": (_I32, [_I64, _I64, _I64, _P, _P, _P]),
-    "rm_dots_backward": (_I32, [_I64, _I64, _I64, _P, _P, _P, _P, _P]),
+    "rm_dots_backward": (_I32, [_I64, _I64, _I64, _P, _P, _P, _I64, _P, _P]),
     "rm_int8_encode": (None, [_I64, _I64, _P, _P, _P]),
     "rm_int8_decode": (None, [_I64, _I64, _P, _P, _P]),
     "rm_block_squares": (_I32, [_I64, _P, _I64, _I64, _P]),
