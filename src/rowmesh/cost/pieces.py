@@ -11,6 +11,7 @@ from rowmesh.placement import Copies, Exchange, TablePlan, Tier, hot_ids
 from rowmesh.placement.codecs import EXACT, WireForm
 from rowmesh.placement.groups import Groups
 from rowmesh.placement.hot import holders
+from rowmesh.stats import distinct
 from rowmesh.topology import Topology
 
 __all__ = [
@@ -122,7 +123,7 @@ class Copy:
     sums: str
 
     def touched(self, batch: KeyedJaggedTensor) -> NDArray[np.int64]:
-        ids = np.unique(ids_of(self.piece.table, batch)[0])
+        ids = distinct(ids_of(self.piece.table, batch)[0])
         return ids if self.rows is None else np.intersect1d(ids, self.rows)
 
     @property

@@ -16,6 +16,7 @@ from rowmesh.features import KeyedJaggedTensor
 from rowmesh.placement import Sync, hot_ids
 from rowmesh.placement.groups import Groups
 from rowmesh.placement.memory import RuleState
+from rowmesh.stats import distinct
 from rowmesh.topology import Topology
 
 __all__ = ["add_replica_sync"]
@@ -107,7 +108,7 @@ def _asked(piece: Piece, batches: Batches) -> tuple[Ints, Ints]:
     """Distinct rows of a piece that batches ask for: those that are not hot, and all."""
     cold = [cold_ids_of(piece.table, batch)[0] for batch in batches]
     every = [ids_of(piece.table, batch)[0] for batch in batches]
-    return np.unique(np.concatenate(cold)), np.unique(np.concatenate(every))
+    return distinct(np.concatenate(cold)), distinct(np.concatenate(every))
 
 
 def _owner(piece: Piece, place: int) -> int | None:
@@ -188,7 +189,7 @@ def _two_rounds(parts: Sequence[Ints], size: int, row: int, id_bytes: int) -> li
     """``[from][to]``: slots s to replica s mod M, and of its own what any replica has."""
     count = len(parts)
     sizes = [-(-(size - a) // count) for a in range(count)]
-    union = np.unique(np.concatenate(parts))
+    union = distinct(np.concatenate(parts))
     sums = [_set_bytes(union[union % count == a], sizes[a], row, id_bytes) for a in range(count)]
     return [
         [
