@@ -30,7 +30,7 @@ test: $(TEST_READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/pytest -m "not nightly"
+	$(BIN)/pytest -m "not nightly" -n 2 --dist loadfile --no-loadscope-reorder
 
 nightly: $(TEST_READY)
 	@$(LAB_READY)
