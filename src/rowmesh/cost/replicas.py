@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rowmesh.cost.pieces import Piece, Traffic, cold_ids_of, host_copies_of, ids_of, set_words
+from rowmesh.cost.pieces import Piece, Traffic, host_copies_of, ids_of, set_words
 from rowmesh.features import KeyedJaggedTensor
 from rowmesh.placement import Sync, hot_ids
 from rowmesh.placement.groups import Groups
@@ -106,9 +106,11 @@ class _Touched:
 
 def _asked(piece: Piece, batches: Batches) -> tuple[Ints, Ints]:
     """Distinct rows of a piece that batches ask for: those that are not hot, and all."""
-    cold = [cold_ids_of(piece.table, batch)[0] for batch in batches]
-    every = [ids_of(piece.table, batch)[0] for batch in batches]
-    return distinct(np.concatenate(cold)), distinct(np.concatenate(every))
+    table = piece.table
+    cold = every = distinct(np.concatenate([ids_of(table, batch)[0] for batch in batches]))
+    for _, rows in table.hot:
+        cold = cold[~np.isin(cold, hot_ids(rows, where=f"table {table.name!r}"))]
+    return cold, every
 
 
 def _owner(piece: Piece, place: int) -> int | None:
