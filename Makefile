@@ -25,12 +25,13 @@ LAB_READY := command -v tc >/dev/null || \
 	(apt-get update && apt-get install --yes iproute2) >/dev/null 2>&1 || \
 	echo "no iproute2, and it cannot be installed here: tests of emulated hosts are skipped"
 
+# Two workers, each with one thread: more get in each other's way on two cores.
 test: $(TEST_READY)
 	@$(LAB_READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/pytest -m "not nightly"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not nightly" -n 2 --dist loadfile --no-loadscope-reorder
 
 nightly: $(TEST_READY)
 	@$(LAB_READY)

@@ -612,6 +612,7 @@ def _with_other_tiers(draw: st.DrawFn, table: Table, local: int, by_host: bool =
     return replace(table, **(changed if table.ranks else {}))
 
 
+@functools.cache
 def _bag(rows: int) -> st.SearchStrategy[list[int]]:
     """Few, many or no ids; the first, the last and repeated ones often."""
     one = st.one_of(st.integers(0, rows - 1), st.sampled_from([0, rows - 1]))

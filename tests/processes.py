@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import itertools
+import multiprocessing
 import os
 import runpy
 import signal
@@ -103,6 +104,7 @@ def _become(
     streams: list[Connection],
 ) -> None:
     os.setsid()
+    multiprocessing.current_process()._config["daemon"] = False  # it may start processes
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
@@ -145,7 +147,7 @@ def start_ranks(words: Sequence[str], *, ranks: int, **options: Any) -> list[For
 
 
 def finish(
-    process: "subprocess.Popen[str] | Fork", *, timeout: float = 90
+    process: "subprocess.Popen[str] | Fork", *, timeout: float = 180
 ) -> tuple[int | None, str, str]:
     """Exit code, stdout and stderr; the process group is killed if it does not end."""
     try:

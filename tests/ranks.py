@@ -32,7 +32,7 @@ from rowmesh.topology import Topology
 
 WORLD = 4
 _CALLS = itertools.count()
-DEADLOCK = timedelta(seconds=10)  # a wait that lasts longer never ends
+DEADLOCK = timedelta(seconds=20)  # a wait that lasts longer never ends
 ARENA = 1 << 20  # bytes: small, so that some messages find it full and some are too large
 START_UP = timedelta(seconds=60)  # four processes that import torch on a busy machine
 

@@ -36,7 +36,7 @@ from rowmesh.placement import (
 )
 from rowmesh.placement.columns import num_blocks
 from rowmesh.placement.memory import RULE_STATES
-from rowmesh.stats import Accesses, Stats
+from rowmesh.stats import Accesses, Stats, distinct
 from rowmesh.tables import EmbeddingBagConfig, PoolingType
 from rowmesh.topology import Topology
 
@@ -468,6 +468,13 @@ def test_stats_count_what_batches_ask(drawn: list[tuple[list[list[int]], ...]]) 
             starts = range(0, len(sets) - 2**k + 1, 2**k)
             runs = [len(set().union(*sets[i : i + 2**k])) for i in starts]
             assert known == pytest.approx(np.mean(runs))
+
+
+@LAW
+@given(st.lists(st.integers(-9, 9)))
+def test_distinct_ids_come_once_and_in_order(ids: list[int]) -> None:
+    found = distinct(np.array(ids, dtype=np.int64))
+    assert (found.dtype, found.tolist()) == (np.int64, sorted(set(ids)))
 
 
 def test_stats_of_batches_of_different_sizes() -> None:

@@ -4,6 +4,7 @@ That training with them equals the oracle is tested in tests/test_central_proper
 """
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -43,6 +44,7 @@ def make_plan(
     return rm.make_plan(model, topology, stats=STATS, **given | wishes)
 
 
+@functools.cache
 def batches(world: int, step: int) -> list[rm.KeyedJaggedTensor]:
     return [CLICKS.batch_at(rank, step).sparse_features for rank in range(world)]
 
@@ -75,15 +77,16 @@ def test_a_row_crosses_once_for_a_host_and_its_gradient_once() -> None:
 def test_expected_bytes_are_near_those_of_batches(topology: Topology, codecs: str) -> None:
     plan = make_plan(topology, merge="on", codecs=codecs)
     expected = expect_plan(plan, STATS.tables, rates=SLOW)
+    steps = [rm.predict(plan, batches(topology.world, step)) for step in range(100, 120)]
     for link, load in (("host", expected.sent_host), ("cross", expected.sent_cross)):
         found = [
             sum(
                 links.get(link, 0)
-                for edges in rm.predict(plan, batches(topology.world, step))
+                for edges in step
                 for edge, links in edges.items()
                 if edge not in ("status", "counts")
             )
-            for step in range(100, 120)
+            for step in steps
         ]
         assert load.sum() == pytest.approx(float(np.mean(found)), rel=0.1)
 

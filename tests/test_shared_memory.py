@@ -3,11 +3,10 @@
 import errno
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,7 +26,7 @@ from rowmesh.native import segment as native_segment
 from rowmesh.native.segment import Endpoint, describe_segment, segment_bytes
 from rowmesh.topology import Topology
 from tests.cases import cases, oracle_case, train_case
-from tests.ranks import ARENA, RankError, run_on_ranks
+from tests.ranks import ARENA, RankError, run_on_ranks, warm_context
 from tests.test_central_property import SUITE, differences
 
 LARGEST = ARENA // 4
@@ -266,15 +265,12 @@ def test_init_mesh_shares_memory_unless_told_not_to() -> None:
             assert found == (expected, 6.0, edges, True, True)
 
 
-DYING = """
-import os, signal, sys, torch
-from rowmesh.native.segment import Endpoint
-end = Endpoint(os.open(sys.argv[1], os.O_RDWR), num_ranks=2, rank=1, arena_bytes=int(sys.argv[2]))
-print("here", flush=True)
-sys.stdin.readline()
-end.send(0, 5, torch.arange(4))
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+def send_and_die(file: str, pipe: Connection) -> None:
+    end = Endpoint(os.open(file, os.O_RDWR), num_ranks=2, rank=1, arena_bytes=ARENA)
+    pipe.send("here")
+    pipe.recv()
+    end.send(0, 5, torch.arange(4))
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_what_was_sent_before_a_death_arrives_and_what_comes_after_is_an_error() -> None:
@@ -282,16 +278,17 @@ def test_what_was_sent_before_a_death_arrives_and_what_comes_after_is_an_error()
         os.truncate(file.name, segment_bytes(2, ARENA))
         descriptor = os.open(file.name, os.O_RDWR)
         end = Endpoint(descriptor, num_ranks=2, rank=0, arena_bytes=ARENA)
-        command = [sys.executable, "-c", DYING, file.name, str(ARENA)]
-        pipe = subprocess.PIPE
-        with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            assert process.stdout.readline() == "here\n"
+        context = warm_context()
+        ours, theirs = context.Pipe()
+        process = context.Process(target=send_and_die, args=(file.name, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        with ours:
+            assert ours.recv() == "here"
             assert end.is_alive(1)
-            process.stdin.write("\n")
-            process.stdin.flush()
-            assert process.wait(10) == -signal.SIGKILL
+            ours.send("die")
+            process.join(60)
+        assert process.exitcode == -signal.SIGKILL
         assert not end.is_alive(1)
         segment = Segment(end, first=0, timeout_s=5.0)
         found = torch.zeros(4, dtype=torch.int64)
@@ -319,7 +316,7 @@ def timed_out(mesh: Mesh) -> Any:
 def test_a_silent_peer_is_given_up_after_the_time_out() -> None:
     message, passed = run_on_ranks(2, timed_out)[0]
     assert message == "timed out"
-    assert 0.5 <= passed < 1.5
+    assert 0.5 <= passed < 8.0  # on a busy machine; the time-out of others is 20 s
 
 
 def killed(mesh: Mesh, folder: str) -> None:
@@ -340,4 +337,4 @@ def test_a_killed_peer_is_named_within_seconds(tmp_path: Path) -> None:
         run_on_ranks(3, killed, str(tmp_path))
     assert str(caught.value).count("PeerError: rank 1 is gone") == 2
     event, *ends = (float((tmp_path / n).read_text()) for n in ("event", "end-0", "end-2"))
-    assert max(ends) - event < 6.0  # 3 of them for the peer's own words
+    assert max(ends) - event < 15.0  # 3 of them for the peer's own words; a time-out is 20

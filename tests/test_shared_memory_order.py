@@ -2,6 +2,7 @@
 
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,27 +82,34 @@ def test_threads_that_outlive_a_body_use_its_shared_memory_to_the_end(slow: int)
     assert run_on_ranks(2, swap) == [1, 0]
 
 
-def late_receiver(mesh: Mesh, count: int) -> Any:
-    """More messages than there are slots, to a rank that is slow to receive them."""
+def late_receiver(mesh: Mesh, count: int, wait_s: float, folder: str) -> Any:
+    """Messages to a rank that receives none until all are posted, or until ``wait_s`` is over.
+
+    Returns:
+        On that rank, whether all were posted by then, and what it received.
+    """
     channel, found = mesh.wire.channel("test", Lane.ROWS), torch.zeros(1, dtype=torch.int64)
+    mark = Path(folder, f"posted-{count}")
     if mesh.rank == 0:
-        start = time.monotonic()
         for i in range(count):
             channel.post(i, sends=[(1, torch.tensor([i]))], receives=(), edge=None)
-        return time.monotonic() - start
-    time.sleep(0.5)
+        mark.touch()
+        return None
+    deadline = time.monotonic() + wait_s
+    while not (posted := mark.exists()) and time.monotonic() < deadline:
+        time.sleep(0.02)
     got = []
     for i in range(count):
         channel.post(i, sends=(), receives=[(0, found)], edge=None).wait()
         got.append(int(found))
-    return got
+    return posted, got
 
 
-def test_a_sender_waits_only_when_the_peer_left_a_thousand_messages_waiting() -> None:
-    assert run_on_ranks(2, late_receiver, 1024, debug=False)[0] < 0.5
-    blocked, got = run_on_ranks(2, late_receiver, 1500, debug=False)
-    assert blocked > 0.3
-    assert got == list(range(1500))
+def test_a_sender_waits_only_when_the_peer_left_a_thousand_messages_waiting(tmp_path: Path) -> None:
+    for count, wait_s, waits in ((1024, 15.0, False), (1500, 0.5, True)):
+        _, (posted, got) = run_on_ranks(2, late_receiver, count, wait_s, str(tmp_path), debug=False)
+        assert posted == (not waits)
+        assert got == list(range(count))
 
 
 def small_and_large(mesh: Mesh) -> Any:

@@ -15,9 +15,20 @@ from rowmesh.errors import InputError
 from rowmesh.features import KeyedJaggedTensor
 from rowmesh.tables import TableConfig
 
-__all__ = ["Accesses", "Heat", "Stats"]
+__all__ = ["Accesses", "Heat", "Stats", "distinct"]
 
 Floats = NDArray[np.float64]
+
+
+def distinct(ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Every id once, in ascending order: ``np.unique(ids)``, several times as fast.
+
+    numpy hashes ids before it sorts them; of the few thousand of a batch, that is most of the time.
+    """
+    ids = np.sort(ids)
+    is_first = np.ones(len(ids), dtype=bool)
+    np.not_equal(ids[1:], ids[:-1], out=is_first[1:])
+    return ids[is_first]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -178,7 +189,7 @@ def _growth(ids: list[NDArray[np.int64]]) -> tuple[float, ...]:
     found, width = [], 1
     while width <= len(ids):
         runs = [np.concatenate(ids[i : i + width]) for i in range(0, len(ids) - width + 1, width)]
-        found.append(float(np.mean([len(np.unique(run)) for run in runs])))
+        found.append(float(np.mean([len(distinct(run)) for run in runs])))
         width *= 2
     # A last odd batch is in no longer run, so its rows may be missing there.
     return tuple(np.maximum.accumulate(found).tolist())

@@ -29,6 +29,7 @@ from rowmesh.placement import Copies, Exchange, Plan, TablePlan
 from rowmesh.placement.codecs import WireForm, wire_form
 from rowmesh.placement.columns import num_blocks
 from rowmesh.placement.memory import RuleState, rule_state
+from rowmesh.stats import distinct
 from rowmesh.topology import Topology
 
 __all__ = ["predict"]
@@ -206,12 +207,12 @@ def _home_piece(
     ids, bags = cold_ids_of(table, batch)
     pooled = table.exchange is Exchange.POOLED
     if not pooled and table.dedup:
-        ids = np.unique(ids)
+        ids = distinct(ids)
     owners = table.homes().owners(ids)
     for index, owner in enumerate(piece.ranks):
         chosen = owners == index
         num_ids = int(chosen.sum())
-        num_vectors = len(np.unique(bags[chosen])) if pooled else num_ids
+        num_vectors = len(distinct(bags[chosen])) if pooled else num_ids
         traffic["ids", rank, owner] += num_ids * id_bytes
         if pooled and table.weighted:
             traffic["sample weights", rank, owner] += num_ids * 4
@@ -233,13 +234,12 @@ def _relayed_piece(
     table = piece.table
     ids, bags = ids_of(table, batch)
     relay = piece.ranks[0] - piece.ranks[0] % local + rank % local
-    num_bags = len(np.unique(bags))
+    num_bags = len(distinct(bags))
     traffic["ids", rank, relay] += len(ids) * id_bytes
     if table.weighted:
         traffic["sample weights", rank, relay] += len(ids) * 4
     traffic["pooled", relay, rank] += num_bags * piece.wire_bytes("pooled")
-    distinct = np.unique(ids)
-    owners = table.homes().owners(distinct)
+    owners = table.homes().owners(distinct(ids))
     for index, owner in enumerate(piece.ranks):
         num_rows = int((owners == index).sum())
         traffic["ids", relay, owner] += num_rows * id_bytes
@@ -262,7 +262,7 @@ def _column_squares(
     block = table.embedding_dim // num_blocks(table.embedding_dim)
     for ranks in map(groups.members, range(groups.count)):
         chosen = batches if plan.sync.mode == "gradients" else [batches[rank] for rank in ranks]
-        touched = np.unique(np.concatenate([cold_ids_of(table, batch)[0] for batch in chosen]))
+        touched = distinct(np.concatenate([cold_ids_of(table, batch)[0] for batch in chosen]))
         owners = table.homes().owners(touched)
         for index in range(table.homes().num_owners):
             num_rows = int((owners == index).sum())

@@ -1,7 +1,7 @@
 """Pieces of tables, their copies, and what a batch asks of them: what `predict` counts with."""
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,7 @@ from rowmesh.placement import Copies, Exchange, TablePlan, Tier, hot_ids
 from rowmesh.placement.codecs import EXACT, WireForm
 from rowmesh.placement.groups import Groups
 from rowmesh.placement.hot import holders
+from rowmesh.stats import distinct
 from rowmesh.topology import Topology
 
 __all__ = [
@@ -60,14 +61,16 @@ class Piece:
 
     def inside_bytes(self, edge: str) -> int:
         """As `wire_bytes`, between ranks of a host: merged tables have no codecs there."""
-        form = EXACT if self.table.merged else self.form
-        return replace(self, form=form).wire_bytes(edge)
+        return self._bytes(edge, EXACT if self.table.merged else self.form)
 
     def wire_bytes(self, edge: str) -> int:
         """Of a vector on an edge; rows of 16-bit tables travel as they are."""
+        return self._bytes(edge, self.form)
+
+    def _bytes(self, edge: str, form: WireForm) -> int:
         if edge == "rows" and self.table.data_type != "fp32":
             return self.row_bytes
-        return self.form.vector_bytes(edge, self.width)
+        return form.vector_bytes(edge, self.width)
 
 
 def is_copied(table: TablePlan) -> bool:
@@ -122,7 +125,7 @@ class Copy:
     sums: str
 
     def touched(self, batch: KeyedJaggedTensor) -> NDArray[np.int64]:
-        ids = np.unique(ids_of(self.piece.table, batch)[0])
+        ids = distinct(ids_of(self.piece.table, batch)[0])
         return ids if self.rows is None else np.intersect1d(ids, self.rows)
 
     @property

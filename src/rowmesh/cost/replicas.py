@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rowmesh.cost.pieces import Piece, Traffic, cold_ids_of, host_copies_of, ids_of, set_words
+from rowmesh.cost.pieces import Piece, Traffic, host_copies_of, ids_of, set_words
 from rowmesh.features import KeyedJaggedTensor
 from rowmesh.placement import Sync, hot_ids
 from rowmesh.placement.groups import Groups
 from rowmesh.placement.memory import RuleState
+from rowmesh.stats import distinct
 from rowmesh.topology import Topology
 
 __all__ = ["add_replica_sync"]
@@ -105,9 +106,11 @@ class _Touched:
 
 def _asked(piece: Piece, batches: Batches) -> tuple[Ints, Ints]:
     """Distinct rows of a piece that batches ask for: those that are not hot, and all."""
-    cold = [cold_ids_of(piece.table, batch)[0] for batch in batches]
-    every = [ids_of(piece.table, batch)[0] for batch in batches]
-    return np.unique(np.concatenate(cold)), np.unique(np.concatenate(every))
+    table = piece.table
+    cold = every = distinct(np.concatenate([ids_of(table, batch)[0] for batch in batches]))
+    for _, rows in table.hot:
+        cold = cold[~np.isin(cold, hot_ids(rows, where=f"table {table.name!r}"))]
+    return cold, every
 
 
 def _owner(piece: Piece, place: int) -> int | None:
@@ -188,7 +191,7 @@ def _two_rounds(parts: Sequence[Ints], size: int, row: int, id_bytes: int) -> li
     """``[from][to]``: slots s to replica s mod M, and of its own what any replica has."""
     count = len(parts)
     sizes = [-(-(size - a) // count) for a in range(count)]
-    union = np.unique(np.concatenate(parts))
+    union = distinct(np.concatenate(parts))
     sums = [_set_bytes(union[union % count == a], sizes[a], row, id_bytes) for a in range(count)]
     return [
         [

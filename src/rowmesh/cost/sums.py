@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from rowmesh.cost.pieces import Copy, HostCopy, Traffic, set_words
 from rowmesh.features import KeyedJaggedTensor
+from rowmesh.stats import distinct
 from rowmesh.topology import Topology
 
 __all__ = ["add_host_rows", "add_host_sums", "add_sparse_sums"]
@@ -27,7 +28,7 @@ def add_sparse_sums(
         touched = [copy.touched(batch) for batch in batches]
         for source, rows in enumerate(touched):
             counts[source] += np.bincount(copy.adders(rows), minlength=world)
-        anyone = np.unique(np.concatenate(touched))
+        anyone = distinct(np.concatenate(touched))
         unions += np.bincount(copy.adders(anyone), minlength=world)
     for target, (size, union) in enumerate(zip(sizes.tolist(), unions.tolist(), strict=True)):
         for source, count in enumerate(counts[:, target].tolist()):
@@ -67,7 +68,7 @@ def add_host_sums(
     row = copies[0].piece.wire_bytes("hot gradients")
     of_host = [
         [
-            np.unique(np.concatenate([c.touched(b) for b in batches[h * local : (h + 1) * local]]))
+            distinct(np.concatenate([c.touched(b) for b in batches[h * local : (h + 1) * local]]))
             for h in range(hosts)
         ]
         for c in copies
@@ -84,7 +85,7 @@ def add_host_sums(
     for place in range(local):
         for home in range(hosts):
             size = count([copy.rows for copy in copies], place, home)
-            union = count([np.unique(np.concatenate(parts)) for parts in of_host], place, home)
+            union = count([distinct(np.concatenate(parts)) for parts in of_host], place, home)
             target = home * local + place
             for host in range(hosts):
                 source = host * local + place

@@ -7,6 +7,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rowmesh.stats import distinct
+
 __all__ = ["PHASES", "Asked", "Ints", "TableCounts", "are_in"]
 
 Ints = NDArray[np.int64]
@@ -167,7 +169,7 @@ def _repeated(steps: Sequence[Sequence[Asked]]) -> NDArray[np.bool_]:
     found = []
     for s, step in enumerate(steps):
         if s % PHASES == PHASES - 1:
-            before = np.unique(np.concatenate([asked.rows for asked in steps[s - 1]]))
+            before = distinct(np.concatenate([asked.rows for asked in steps[s - 1]]))
             found += [are_in(asked.rows, before) for asked in step]
         else:
             found += [np.zeros(len(asked.rows), dtype=bool) for asked in step]

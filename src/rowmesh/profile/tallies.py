@@ -8,6 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from rowmesh.profile.counts import PHASES, Asked, Ints, are_in
+from rowmesh.stats import distinct
 
 __all__ = ["BINS", "TableTally", "bin_names", "bin_of"]
 
@@ -149,7 +150,7 @@ def _follow(
     reused = 0
     for s, step in enumerate(steps):
         if before is not None:
-            union = np.unique(np.concatenate([asked.rows for asked in before]))
+            union = distinct(np.concatenate([asked.rows for asked in before]))
             for asked, own in zip(step, before, strict=True):
                 followed[s % PHASES] += len(asked.rows)
                 reused += int(are_in(asked.rows, own.rows).sum())
