@@ -118,6 +118,21 @@ def test_hot_rows_are_chosen_for_what_merging_leaves() -> None:
     assert chosen <= min(times) / (1 - 0.025)
 
 
+@pytest.mark.parametrize("rate", [2e6, 2e7, 2e8])
+def test_auto_never_takes_a_longer_step_than_merged_or_flat(rate: float) -> None:
+    rates = replace(SLOW, cross_bytes_per_s=rate)
+    found, *others = (
+        make_plan(
+            Topology(hosts=2, local=4), merge=merge, tiers=tiers, depth=2, rates=rates, cost=COST
+        )
+        for merge, tiers in (("auto", "auto"), ("on", "off"), ("on", "auto"), ("off", "auto"))
+    )
+    time, *times = (
+        plan_time(p, STATS.tables, rates=rates, cost=COST).total_s for p in (found, *others)
+    )
+    assert time <= min(times) / (1 - 0.025) ** 2  # two choices, each within the model's error
+
+
 def test_words_of_merge() -> None:
     with pytest.raises(InputError, match="unknown merge 'onn': did you mean 'on'"):
         make_plan(merge="onn")

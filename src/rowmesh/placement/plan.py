@@ -1,6 +1,6 @@
 """The words of a plan. What they must obey is in `rowmesh.placement.rules`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal
 
@@ -299,6 +299,11 @@ class Plan:
         from rowmesh.placement.rules import exactness
 
         return exactness(self)
+
+    def without_hot_rows(self) -> "Plan":
+        """This plan with the last tier of every table alone."""
+        tables = tuple(replace(table, tiers=table.tiers[-1:]) for table in self.tables)
+        return replace(self, tables=tables, hot=None)
 
     def validate(self) -> "Plan":
         """This plan, if it obeys the rules of the format.

@@ -355,11 +355,9 @@ def choose_tiers(
         sparse: Name of the update rule.
         limit: Bytes a rank may hold, if known.
     """
-    tables = [replace(table, tiers=table.tiers[-1:]) for table in plan.tables]
     state, rates = RULE_STATES[sparse], rates or Rates()
-    cold = replace(plan, tables=tuple(tables), hot=None)
     hot = HotRows(
-        [cold],
+        [plan.without_hot_rows()],
         stats,
         rates=rates,
         cost=cost or NO_DENSE,

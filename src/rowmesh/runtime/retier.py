@@ -78,8 +78,7 @@ def change_tiers(model: nn.Module, plan: Plan, *, optimizer: Optimizer) -> None:
 
 
 def _without_hot_rows(plan: Plan) -> Plan:
-    tables = [replace(table, tiers=table.tiers[-1:]) for table in plan.tables]
-    return replace(plan, tables=tuple(tables), predicted=type(plan.predicted)())
+    return replace(plan.without_hot_rows(), predicted=type(plan.predicted)())
 
 
 def _move(engine: ShardedEngine, stack: Stack) -> Stack:
