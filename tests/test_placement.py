@@ -725,6 +725,21 @@ def test_bytes_per_rank_count_every_row_where_it_lives(
     assert bytes_per_rank(plan(*tables), state_bytes_per_row=state) == expected
 
 
+def test_bytes_per_rank_count_what_look_ahead_remembers() -> None:
+    """Four bytes a row at home that travels by itself and is trained."""
+    rows, pooled = Exchange.ROWS, Exchange.POOLED
+    everywhere = tier(*ALL, copies=Copies.WORLD)
+    tables = [
+        table("asked", num_embeddings=50, exchange=rows, tiers=tier(1)),
+        table("frozen", num_embeddings=60, exchange=rows, trainable=False, tiers=tier(1)),
+        table("summed", num_embeddings=70, exchange=pooled, tiers=tier(1)),
+        table("copied", num_embeddings=80, tiers=everywhere),
+    ]
+    flat, deep = (plan(*tables, depth=depth) for depth in (1, 2))
+    assert np.subtract(bytes_per_rank(deep), bytes_per_rank(flat)).tolist() == [0, 4 * 50, 0, 0]
+    assert "state and look-ahead's, largest" in str(deep)
+
+
 def test_bytes_per_rank_count_copies_of_hot_rows() -> None:
     # Defect: only the last tier is counted.
     hot = tier(*ALL, copies=Copies.WORLD, rows=HOT)

@@ -378,9 +378,10 @@ def test_no_plan_beats_brute_force_and_none_is_far_from_it(
     st.floats(0.2, 3.0),
     st.sampled_from(["auto", *SPLITS]),
     st.sampled_from(sorted(RULE_STATES)),
+    st.sampled_from([1, 2]),
 )
 def test_the_limit_of_memory_is_never_broken(
-    shapes: list[Any], topology: Topology, room: float, split: str, sparse: str
+    shapes: list[Any], topology: Topology, room: float, split: str, sparse: str, depth: int
 ) -> None:
     """Where the rows fit row-wise, `auto` finds a plan."""
     tables, stats = blanks(shapes)
@@ -389,19 +390,18 @@ def test_the_limit_of_memory_is_never_broken(
         "state_bytes_per_row": state.row_bytes,
         "state_bytes_per_element": state.element_bytes,
     }
-    flat = plan_tables(tables, topology, stats=stats, split="row_wise", sparse=sparse)
+    wishes: dict[str, Any] = {"stats": stats, "sparse": sparse, "depth": depth}
+    flat = plan_tables(tables, topology, split="row_wise", **wishes)
     needed = max(bytes_per_rank(flat, **sizes))
     limited = replace(topology, memory_bytes=max(1, int(needed * room)))
     try:
-        plan = plan_tables(tables, limited, stats=stats, split=split, sparse=sparse)
+        plan = plan_tables(tables, limited, split=split, **wishes)
     except PlanError:
         assert split not in ("auto", "row_wise") or room < 1.0
         return
     assert max(bytes_per_rank(plan, **sizes)) <= (limited.memory_bytes or 0)
     capped = Constraints(max_bytes_per_rank=limited.memory_bytes)
-    again = plan_tables(
-        tables, topology, stats=stats, split=split, sparse=sparse, constraints=capped
-    )
+    again = plan_tables(tables, topology, split=split, constraints=capped, **wishes)
     assert again == plan
 
 

@@ -1,7 +1,7 @@
 """What a plan holds on every rank: rows, their copies, and the optimiser's state."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -11,7 +11,7 @@ from rowmesh.errors import InputError, did_you_mean
 from rowmesh.placement.columns import column_bounds
 from rowmesh.placement.homes import count_slots
 from rowmesh.placement.hot import holders
-from rowmesh.placement.plan import Copies, HotSet, Plan, TablePlan, Tier
+from rowmesh.placement.plan import Copies, Exchange, HotSet, Plan, TablePlan, Tier
 
 __all__ = [
     "RULE_STATES",
@@ -34,11 +34,18 @@ class RuleState:
         element_bytes: For each element.
         adds_squares: Whether a step needs the squares of all columns of a row, so that column
             pieces send theirs to each other.
+        ahead_bytes: For each row at home that travels by itself, the rule's or not: what look-ahead
+            remembers of it (`at_depth`).
     """
 
     row_bytes: int = 4
     element_bytes: int = 0
     adds_squares: bool = True
+    ahead_bytes: int = 0
+
+    def at_depth(self, depth: int) -> "RuleState":
+        """With so many batches begun at a time: four bytes a row, if it is more than one."""
+        return replace(self, ahead_bytes=4 if depth > 1 else 0)
 
 
 RULE_STATES: Final[dict[str, RuleState]] = {
@@ -67,9 +74,10 @@ def bytes_per_rank(
     """Bytes of weights and optimiser state on each rank (row-wise AdaGrad: 4 a row and piece).
 
     Rows of a hot set are counted where they are copied, and their homes too; frozen tables have
-    no state.
+    no state. At depths above 1 what look-ahead remembers of rows is counted, buffers are not.
     """
-    state = RuleState(row_bytes=state_bytes_per_row, element_bytes=state_bytes_per_element)
+    rule = RuleState(row_bytes=state_bytes_per_row, element_bytes=state_bytes_per_element)
+    state = rule.at_depth(plan.depth)
     totals = [0] * (plan.mesh.hosts * plan.mesh.local)
     for table in plan.tables:
         for tier in table.tiers:
@@ -111,7 +119,8 @@ def tier_bytes(table: TablePlan, tier: Tier, *, state: RuleState) -> list[int]:
     """Bytes of one tier on each of its ranks, in their order.
 
     An owner's rows are those of `Homes.num_slots`; a row of a piece of c columns takes c elements
-    of the table's type, and the state of a row and of c elements if the table is trainable.
+    of the table's type, and the state of a row and of c elements if the table is trainable, with
+    look-ahead's number of it if it travels by itself.
     """
     found: list[int] = alike_bytes([table], tier, state=state)[0].tolist()
     return found
@@ -127,6 +136,8 @@ def alike_bytes(tables: Sequence[TablePlan], tier: Tier, *, state: RuleState) ->
     row, element = 0, first.row_bytes // first.embedding_dim
     if first.trainable:
         row, element = state.row_bytes, element + state.element_bytes
+        if first.exchange is Exchange.ROWS and tier.copies is Copies.GROUP:
+            row += state.ahead_bytes
     slots = count_slots(num_rows, num_shards=first.virtual_shards, num_owners=owners)
     bounds = column_bounds(first.embedding_dim, columns)
     widths = np.array([row + element * (last - start) for start, last in bounds])

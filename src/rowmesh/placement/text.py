@@ -71,7 +71,8 @@ def render(plan: Plan, *, max_tables: int = 40) -> str:
     gib = [b / _GIB for b in bytes_per_rank(plan)]
     digits = 2 if max(gib) >= 0.1 else 6
     shown = " ".join(f"{g:.{digits}f}" for g in gib[: 8 if digits == 2 else 4])
-    lines.append(f"GiB per rank with row-wise AdaGrad's state, largest {max(gib):.{digits}f}:")
+    state = "row-wise AdaGrad's state" + (" and look-ahead's" if plan.depth > 1 else "")
+    lines.append(f"GiB per rank with {state}, largest {max(gib):.{digits}f}:")
     lines.append(f"  {shown}{' ...' if len(shown.split()) < world else ''}")
     if plan.hot is not None:
         lines.append(str(plan.hot))

@@ -111,7 +111,8 @@ def place_tables(
         constraints=problem.constraints,
     )
     tally = Tally(topology, rates=problem.rates, limit=problem.limit, fixed=fixed)
-    greedy = Greedy(units, tally, state=problem.state, on_progress=on_progress)
+    state = problem.state.at_depth(problem.depth)
+    greedy = Greedy(units, tally, state=state, on_progress=on_progress)
     return Placement(greedy, tally, greedy.place())
 
 
