@@ -120,12 +120,15 @@ class Lab:
             atexit.unregister(self.close)
             try:
                 if tag is not None and tag.pid == os.getpid():  # not in a forked child
-                    remove(tag, grace_s=_GRACE_S)
+                    remove(tag, grace_s=_GRACE_S, children=self._running)
                     for process in self._processes:
                         process.wait()
             finally:
                 self._processes.clear()
                 restore_signals(self._signals)
+
+    def _running(self) -> set[int]:
+        return {process.pid for process in self._processes if process.poll() is None}
 
     def set_rate(self, rate: str | None) -> None:
         """Change the rate of all links, also while programs use them."""

@@ -7,7 +7,7 @@ belongs to it if it lives in one of the namespaces or carries the tag in its env
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,7 +49,7 @@ def clean(*, include_alive: bool = False) -> list[Removed]:
     return [remove(tag) for tag in find_tags() if include_alive or not tag.is_alive()]
 
 
-def remove(tag: Tag, *, grace_s: float = 0.0) -> Removed:
+def remove(tag: Tag, *, grace_s: float = 0.0, children: Callable[[], set[int]] = set) -> Removed:
     """End the processes of a lab, then delete its namespaces and its folder.
 
     May be called again, and on a lab only half built.
@@ -57,11 +57,13 @@ def remove(tag: Tag, *, grace_s: float = 0.0) -> Removed:
     Args:
         tag: Of the lab.
         grace_s: How long processes may take to end after a SIGTERM; 0 kills them at once.
+        children: The caller's own processes of the lab that have not ended: one that is only being
+            started has no environment yet that tells whose it is.
 
     Raises:
         LabError: If a process outlives SIGKILL by 10 s, or ``ip`` fails.
     """
-    processes = end_processes(lambda: processes_of(tag), grace_s=grace_s)
+    processes = end_processes(lambda: processes_of(tag) | children(), grace_s=grace_s)
     namespaces = [name for name in _namespaces() if Tag.parse(name) == tag]
     for name in namespaces:
         try:
