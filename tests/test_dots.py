@@ -108,6 +108,16 @@ def test_other_tensors_are_left_to_torch(change: object) -> None:
     assert native.pairwise_dots_backward(dense, change(vectors), grad) is None
 
 
+@pytest.mark.parametrize("size", [(3, 4), (3, 16), (2, 8), (4, 8)])
+def test_sizes_that_do_not_fit_are_left_to_torch(size: tuple[int, int]) -> None:
+    # Defect: rows beyond the dense vectors' end were read.
+    dense, vectors, grad = draw(3, 4, 8, 1)
+    assert native.pairwise_dots(torch.zeros(size), vectors) is None
+    assert native.pairwise_dots_backward(torch.zeros(size), vectors, grad) is None
+    for wrong in (grad[:2], grad[:, :-1], grad[0]):
+        assert native.pairwise_dots_backward(dense, vectors, wrong) is None
+
+
 def test_no_memory_is_no_answer() -> None:
     lib = mock.MagicMock()
     lib.rm_dots.return_value = lib.rm_dots_backward.return_value = -1

@@ -1,5 +1,7 @@
 """The linear layer is torch's; only its input's gradient lies elsewhere."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -77,3 +79,39 @@ def test_frozen_weights_get_no_gradient() -> None:
     assert ours.weight.grad is None
     assert ours.bias.grad is not None
     assert x.grad is not None
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_autocast_is_torch_s(inside: bool) -> None:
+    theirs, ours = pair(13, 8, bias=True)
+    found = []
+    for layer in (theirs, ours):
+        x = torch.ones(5, 13, requires_grad=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = layer(x)
+            if inside:
+                y.sum().backward()
+        if not inside:
+            y.sum().backward()
+        assert y.dtype == torch.bfloat16
+        assert x.grad is not None
+        found.append(x.grad)
+    assert torch.equal(*found)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # of torch itself
+def test_transforms_of_functions_are_torch_s() -> None:
+    theirs, ours = pair(13, 8, bias=True)
+    x = torch.randn(5, 13)
+
+    def total(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+        return lambda x: layer(x).tanh().sum()
+
+    for transform in (torch.func.grad, torch.func.jacrev, torch.func.jacfwd):
+        found, expected = (transform(total(layer))(x) for layer in (ours, theirs))
+        torch.testing.assert_close(found, expected)
+    rows = torch.randn(3, 5, 13)
+    found, expected = (
+        torch.func.vmap(torch.func.grad(total(layer)))(rows) for layer in (ours, theirs)
+    )
+    torch.testing.assert_close(found, expected)

@@ -19,19 +19,32 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[B, in_features]`` to ``[B, out_features]``."""
-        if x.dim() == 2 and x.device.type == "cpu" and x.shape[1] % _LINE:
+        if _pays(x) and not torch.is_autocast_enabled("cpu"):
             found: Tensor = _Linear.apply(x, self.weight, self.bias)  # type: ignore[no-untyped-call]
             return found
         return super().forward(x)
 
 
+def _pays(x: Tensor) -> bool:
+    """Whether rows of a gradient of ``x`` without gaps would begin anywhere."""
+    is_matrix = x.dim() == 2 and x.device.type == "cpu"
+    return is_matrix and x.requires_grad and x.shape[1] % _LINE != 0
+
+
 class _Linear(torch.autograd.Function):
     """What torch does, but for where the input's gradient lies."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, _ = inputs
+        ctx.save_for_backward(x, weight)
+        ctx.save_for_forward(x, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -42,6 +55,12 @@ class _Linear(torch.autograd.Function):
             grad.t() @ x if needs_weight else None,
             grad.sum(0) if needs_bias else None,
         )
+
+    @staticmethod
+    def jvp(ctx: Any, x_t: Tensor, weight_t: Tensor, bias_t: Tensor | None) -> Tensor:
+        x, weight = ctx.saved_tensors
+        found = F.linear(x_t, weight) + F.linear(x, weight_t)
+        return found if bias_t is None else found + bias_t
 
 
 def _on_lines(grad: Tensor, weight: Tensor) -> Tensor:

@@ -17,6 +17,19 @@
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t order __attribute__((vector_size(4 * LANES)));
 
+/* Lanes of a (0 to 7) and b (8 to 15) in another order. */
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (order){__VA_ARGS__})
+#endif
+#define LOW(a, b) SHUFFLE(a, b, 0, 8, 1, 9, 4, 12, 5, 13)
+#define HIGH(a, b) SHUFFLE(a, b, 2, 10, 3, 11, 6, 14, 7, 15)
+#define LEFT(a, b) SHUFFLE(a, b, 0, 1, 8, 9, 4, 5, 12, 13)
+#define RIGHT(a, b) SHUFFLE(a, b, 2, 3, 10, 11, 6, 7, 14, 15)
+#define FRONT(a, b) SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11)
+#define BACK(a, b) SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15)
+
 static int64_t rounded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 FUSED INLINE lanes add_product(float factor, lanes vector, lanes sum) {
@@ -46,23 +59,20 @@ FUSED INLINE void tile(int64_t n, const float *left, int64_t left_stride, const 
 
 /* to[c][r] = from[r][c] for eight rows and columns; strides in floats. */
 FUSED INLINE void turn(const float *from, int64_t from_stride, float *to, int64_t to_stride) {
-    const order low = {0, 8, 1, 9, 4, 12, 5, 13}, high = {2, 10, 3, 11, 6, 14, 7, 15};
-    const order left = {0, 1, 8, 9, 4, 5, 12, 13}, right = {2, 3, 10, 11, 6, 7, 14, 15};
-    const order front = {0, 1, 2, 3, 8, 9, 10, 11}, back = {4, 5, 6, 7, 12, 13, 14, 15};
     lanes a[LANES], b[LANES];
     for (int r = 0; r < LANES; r++) a[r] = *(const lanes *)(from + r * from_stride);
     for (int r = 0; r < LANES; r += 2) {
-        b[r] = __builtin_shuffle(a[r], a[r + 1], low);
-        b[r + 1] = __builtin_shuffle(a[r], a[r + 1], high);
+        b[r] = LOW(a[r], a[r + 1]);
+        b[r + 1] = HIGH(a[r], a[r + 1]);
     }
     for (int r = 0; r < LANES; r += 4)
         for (int i = 0; i < 2; i++) {
-            a[r + 2 * i] = __builtin_shuffle(b[r + i], b[r + i + 2], left);
-            a[r + 2 * i + 1] = __builtin_shuffle(b[r + i], b[r + i + 2], right);
+            a[r + 2 * i] = LEFT(b[r + i], b[r + i + 2]);
+            a[r + 2 * i + 1] = RIGHT(b[r + i], b[r + i + 2]);
         }
     for (int c = 0; c < LANES / 2; c++) {
-        *(lanes *)(to + c * to_stride) = __builtin_shuffle(a[c], a[c + 4], front);
-        *(lanes *)(to + (c + 4) * to_stride) = __builtin_shuffle(a[c], a[c + 4], back);
+        *(lanes *)(to + c * to_stride) = FRONT(a[c], a[c + 4]);
+        *(lanes *)(to + (c + 4) * to_stride) = BACK(a[c], a[c + 4]);
     }
 }
 

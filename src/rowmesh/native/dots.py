@@ -20,7 +20,7 @@ def pairwise_dots(dense: Tensor, vectors: Tensor) -> Tensor | None:
         vectors: ``[B, F, D]``, v_1 to v_F.
     """
     lib = library()
-    if lib is None or not takes(dense, vectors, dtypes=_FLOAT) or not vectors.numel():
+    if lib is None or not _fit(dense, vectors):
         return None
     count, dim = vectors.shape[1] + 1, vectors.shape[2]
     out = dense.new_empty((len(dense), dim + count * (count - 1) // 2))
@@ -43,14 +43,25 @@ def pairwise_dots_backward(
         grad: Its rows may have gaps between them.
     """
     lib = library()
-    if lib is None or not takes(dense, vectors, dtypes=_FLOAT) or not vectors.numel():
+    if lib is None or not _fit(dense, vectors) or grad.dim() != 2 or len(grad) != len(dense):
         return None
-    if grad.stride(1) != 1 or not takes(grad[0], dtypes=_FLOAT):
+    count, dim = vectors.shape[1] + 1, vectors.shape[2]
+    if grad.shape[1] != dim + count * (count - 1) // 2 or not takes(grad[0], dtypes=_FLOAT):
         return None
     grads = torch.empty_like(dense), torch.empty_like(vectors)
     done = lib.rm_dots_backward(
-        *(len(dense), vectors.shape[1] + 1, vectors.shape[2]),
+        *(len(dense), count, dim),
         *(pointer(dense), pointer(vectors), pointer(grad), grad.stride(0)),
         *(pointer(t) for t in grads),
     )
     return grads if done == 0 else None
+
+
+def _fit(dense: Tensor, vectors: Tensor) -> bool:
+    """Whether they are ``[B, D]`` and ``[B, F, D]``, none of them 0, and C may read them."""
+    return (
+        takes(dense, vectors, dtypes=_FLOAT)
+        and vectors.dim() == 3
+        and vectors.numel() > 0
+        and dense.shape == (vectors.shape[0], vectors.shape[2])
+    )
