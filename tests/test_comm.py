@@ -95,7 +95,7 @@ def test_a_short_message_is_noticed_in_debug_mode() -> None:
 
 def later_in_order(mesh: Mesh) -> Any:
     seen: list[int] = []
-    futures = [mesh.later("test", lambda i=i: seen.append(i)) for i in range(20)]
+    futures = [mesh.later("test", lambda i=i: seen.append(i), of=mesh) for i in range(20)]
     for future in futures:
         future.result()
     return seen, threading.active_count()

@@ -248,6 +248,29 @@ def test_ranks_may_run_their_backwards_in_different_orders() -> None:
     assert all(torch.equal(same[n], different[n]) for n in same)
 
 
+def two_models(mesh: Mesh, ranks: tuple[int, ...], reverse_on: int) -> Any:
+    """Two models with tables and layers of the same names, trained side by side."""
+    ids = [[[[[1, 2], [3]]] for _ in range(2)]]
+    tables = (Table(rows=12, dim=4, ranks=ranks),)
+    case = Case(world=2, collections=(Collection(tables=tables),), ids=ids)
+    models = [start(mesh, case) for _ in range(2)]
+    losses = [mesh.mean(model(batches[0])) for model, _, batches in models]
+    for loss in reversed(losses) if mesh.rank == reverse_on else losses:
+        loss.backward()
+    for _, optimizer, _ in models:
+        optimizer.step()
+    return [weights_of(model) for model, *_ in models]
+
+
+@pytest.mark.parametrize("ranks", [(), (0, 1)])
+def test_two_models_on_one_mesh_do_not_wait_for_each_other(ranks: tuple[int, ...]) -> None:
+    # Defect: owners of the same name in both had one communication thread.
+    first, second = run_on_ranks(2, two_models, ranks, 1)[0]
+    alike, _ = run_on_ranks(2, two_models, ranks, -1)[0]
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert all(torch.equal(first[name], alike[name]) for name in first)
+
+
 def evaluated(mesh: Mesh, case: Case) -> Any:
     model, optimizer, batches = start(mesh, case)
     for batch in batches:

@@ -64,7 +64,7 @@ def unfinished(mesh: Mesh, slow: int) -> None:
         posted.set()
         handle.wait()
 
-    mesh.later("test", post)
+    mesh.later("test", post, of=mesh)
     assert is_slow or posted.wait(5)
 
 

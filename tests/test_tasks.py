@@ -20,7 +20,7 @@ def waits_of(mesh: Mesh) -> list[str]:
 
 def test_a_wait_for_a_thread_is_in_the_trace_and_a_result_that_is_there_is_not(mesh: Mesh) -> None:
     go = threading.Event()
-    task = mesh.later("sums", lambda: go.wait(10) and "found")
+    task = mesh.later("sums", lambda: go.wait(10) and "found", of=mesh)
     mesh.trace.begin_step(0)
     timer = threading.Timer(0.05, go.set)
     timer.start()
@@ -35,6 +35,6 @@ def test_what_a_thread_raises_is_raised_by_its_result(mesh: Mesh) -> None:
     def fail() -> None:
         raise ValueError("no sums")
 
-    task = mesh.later("sums", fail)
+    task = mesh.later("sums", fail, of=mesh)
     with pytest.raises(ValueError, match="no sums"):
         task.result()

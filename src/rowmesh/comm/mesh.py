@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -23,7 +22,7 @@ from rowmesh.comm.exchange import Channel, Lane, Wire
 from rowmesh.comm.ledger import Ledger
 from rowmesh.comm.shared import open_segment, why_not_shared
 from rowmesh.comm.status import Bulletin, sentence_of
-from rowmesh.comm.tasks import Task
+from rowmesh.comm.tasks import Task, Threads
 from rowmesh.errors import InputError, PeerError
 from rowmesh.features import empty_like
 from rowmesh.topology import Topology
@@ -80,7 +79,7 @@ class Mesh:
         self._totals: Channel = self.wire.channel("totals", Lane.CONTROL)
         self._gathers: Channel = self.wire.channel("gather", Lane.CONTROL)
         self._uses = {"totals": 0, "gather": 0}
-        self._workers: dict[str, ThreadPoolExecutor] = {}
+        self._threads = Threads()
         self._samples: tuple[int, int] | None = None
         self._loops: list[_Loop] = []
         self.num_forwards = 0
@@ -94,16 +93,18 @@ class Mesh:
         """All other ranks, starting with the next one."""
         return self.wire.peers()
 
-    def later(self, owner: str, work: Callable[[], T]) -> Task[T]:
+    def later(self, owner: str, work: Callable[[], T], *, of: object) -> Task[T]:
         """Run ``work`` on the communication thread of ``owner``, in order.
 
         Only what has to wait for messages goes there. Owners have a thread each, because a wait
         of one must not hold up a message of another (docs/notes/lanes.md).
+
+        Args:
+            owner: Whose work it is.
+            work: To be run.
+            of: The model's channels, or what else tells owners of one name apart.
         """
-        if owner not in self._workers:
-            name = f"rowmesh-{owner}"
-            self._workers[owner] = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
-        return Task(self._workers[owner].submit(work), owner, self.trace)
+        return Task(self._threads.submit(owner, work, of=of), owner, self.trace)
 
     @property
     def is_last_batch(self) -> bool:
@@ -263,8 +264,7 @@ class Mesh:
         They post as they go on, and peers wait for that: the lanes and the segment stay what they
         are until then.
         """
-        for worker in list(self._workers.values()):
-            worker.shutdown()
+        self._threads.end()
 
     def close(self) -> None:
         """End the communication threads and leave a note that this rank ended normally."""

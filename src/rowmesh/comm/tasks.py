@@ -1,11 +1,13 @@
 """Work of communication threads, for those who wait for it."""
 
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 from rowmesh.trace import Recorder
 
-__all__ = ["Task"]
+__all__ = ["Task", "Threads"]
 
 T = TypeVar("T")
 
@@ -26,3 +28,24 @@ class Task(Generic[T]):
             return self._future.result()
         with self._trace.wait(self._owner):
             return self._future.result()
+
+
+class Threads:
+    """Communication threads, one for each owner of each model; they end with the model."""
+
+    def __init__(self) -> None:
+        self._of: WeakKeyDictionary[object, dict[str, ThreadPoolExecutor]] = WeakKeyDictionary()
+
+    def submit(self, owner: str, work: Callable[[], T], *, of: object) -> "Future[T]":
+        """Run ``work`` after what was given to the same owner of the same model before."""
+        owners = self._of.setdefault(of, {})
+        if owner not in owners:
+            name = f"rowmesh-{owner}"
+            owners[owner] = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        return owners[owner].submit(work)
+
+    def end(self) -> None:
+        """Wait until all work is done; no more is taken."""
+        for owners in list(self._of.values()):
+            for thread in list(owners.values()):
+                thread.shutdown()

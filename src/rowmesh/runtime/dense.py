@@ -64,7 +64,7 @@ class _Bucket:
         codecs: Codecs,
     ) -> None:
         self.parameters, self.mesh, self.number = list(parameters), mesh, number
-        self.riders = list(riders)
+        self.riders, self._pool = list(riders), pool
         self.is_stale = False
         self._sequence = 0
         self._sum: Task[Handle] | None = None
@@ -116,7 +116,7 @@ class _Bucket:
             self._add_up, self._sequence, self._near.send_parts(self._sequence)
         )
         # A thread a bucket: ranks may launch them in different orders, and each waits for peers.
-        self._sum = mesh.later(f"dense {self.number}", work)
+        self._sum = mesh.later(f"dense {self.number}", work, of=self._pool)
         self.is_stale = False
 
     def _add_up(self, sequence: int, parts: Handle) -> Handle:

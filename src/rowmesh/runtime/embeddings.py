@@ -193,7 +193,7 @@ class ShardedEngine:
         self.look_ahead.begun.append(fetch)
         unmarked = [ticket for ticket in self.tickets if not ticket.is_marked]
         work = functools.partial(self._run_ahead, fetch, unmarked)
-        fetch.under_way = self.mesh.later(f"batches ahead of {self.path}", work)
+        fetch.under_way = self.mesh.later(f"batches ahead of {self.path}", work, of=self.pool)
         return fetch
 
     def _run_ahead(self, fetch: Fetch, unmarked: Sequence[Ticket]) -> None:

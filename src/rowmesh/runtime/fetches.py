@@ -56,6 +56,7 @@ class Fetches:
     ) -> None:
         self._mesh, self._stacks, self._weighted = mesh, stacks, weighted
         self._id_dtype, self.scratch, self.codecs = id_dtype, scratch, codecs
+        self._pool = pool
         self._counts = pool.channel(f"counts of {path}", Lane.CONTROL)
         self._ids = pool.channel(f"ids of {path}", Lane.CONTROL)
         self._weights = pool.channel(f"sample weights of {path}", Lane.CONTROL)
@@ -253,7 +254,7 @@ class Fetches:
             return
         if fetch.is_ahead:
             work = functools.partial(self._answer_merged, fetch)
-            fetch.answering = self._mesh.later(f"merged rows of {self._path}", work)
+            fetch.answering = self._mesh.later(f"merged rows of {self._path}", work, of=self._pool)
         else:
             self._answer_merged(fetch)
 

@@ -127,7 +127,8 @@ class SparseGradients:
 
     def _launch(self) -> None:
         self._sequence += 1
-        tickets, later, path = self._sent(), self._engine.mesh.later, self._engine.path
+        tickets, path = self._sent(), self._engine.path
+        later = functools.partial(self._engine.mesh.later, of=self._engine.pool)
         if self._copied or self._shared:
             work = functools.partial(self._sum_copies, tickets, self._sequence)
             self._sums = later(f"sums of {path}", work)

@@ -152,7 +152,9 @@ class Replicas:
             self._num_steps = 0
             self.num_syncs += 1
             owner = f"replicas of {self._engine.path}"
-            self._under_way = self._engine.mesh.later(owner, torch.no_grad()(self._average))
+            self._under_way = self._engine.mesh.later(
+                owner, torch.no_grad()(self._average), of=self._engine.pool
+            )
 
     def finish(self) -> None:
         """Wait for a sync that is under way: before rows are read or written."""
