@@ -63,7 +63,7 @@ def is_gone(tag: Tag) -> bool:
 
 
 def sleeper(lab: Lab) -> "subprocess.Popen[bytes]":
-    """A process on host 0 that sleeps; what prepares its host has ended, and it tells whose it is."""
+    """A process on host 0 that sleeps: what prepares its host has ended, it tells whose it is."""
     child = lab.spawn(0, ["sleep", "600"])
     command, deadline = Path(f"/proc/{child.pid}/cmdline"), time.monotonic() + 30.0
     while command.read_bytes() != b"sleep\x00600\x00" or processes_of(lab.tag) != {child.pid}:
