@@ -31,7 +31,11 @@ class Task(Generic[T]):
 
 
 class Threads:
-    """Communication threads, one for each owner of each model; they end with the model."""
+    """Communication threads, one for each owner of each model; they end with the model.
+
+    Work holds its model (what it is submitted ``of``), so `end` also waits for that of a model
+    nobody else holds.
+    """
 
     def __init__(self) -> None:
         self._of: WeakKeyDictionary[object, dict[str, ThreadPoolExecutor]] = WeakKeyDictionary()
