@@ -18,6 +18,7 @@ from rowmesh.comm.codecs import PLAIN, Codec, Codecs, Message, coded_flat, settl
 from rowmesh.comm.exchange import ChannelPool, Handle, Lane
 from rowmesh.comm.mesh import Mesh
 from rowmesh.comm.tasks import Task
+from rowmesh.errors import StepError
 from rowmesh.placement.dense import bucket_parameters
 
 __all__ = ["DenseBuckets", "Rider", "broadcast_dense"]
@@ -65,7 +66,6 @@ class _Bucket:
     ) -> None:
         self.parameters, self.mesh, self.number = list(parameters), mesh, number
         self.riders, self._pool = list(riders), pool
-        self.is_stale = False
         self._sequence = 0
         self._sum: Task[Handle] | None = None
         own = sum(p.numel() for p in self.parameters)
@@ -117,7 +117,6 @@ class _Bucket:
         )
         # A thread a bucket: ranks may launch them in different orders, and each waits for peers.
         self._sum = mesh.later(f"dense {self.number}", work, of=self._pool)
-        self.is_stale = False
 
     def _add_up(self, sequence: int, parts: Handle) -> Handle:
         with self.mesh.trace.phase("dense buckets"):
@@ -228,6 +227,10 @@ class DenseBuckets:
         riders: Travel in the bucket that backward completes last.
         own: Travel in a bucket of their own.
         codecs: Of the plan.
+
+    Attributes:
+        is_held: Whether more than one backward may come before the step: then buckets leave in the
+            step, else with the backward that completes them. The same on all ranks.
     """
 
     def __init__(
@@ -241,7 +244,7 @@ class DenseBuckets:
         codecs: Codecs = PLAIN,
     ) -> None:
         self.parameters = list(parameters)
-        self.is_accumulating = False
+        self.is_held: Callable[[], bool] = lambda: False
         self._is_active = False
         self._mesh, self._span, self._pool = mesh, span, ChannelPool(mesh.wire)
         self._codecs = codecs
@@ -284,11 +287,15 @@ class DenseBuckets:
         bucket = self._buckets[number]
         self._is_active = True
         if bucket.is_launched:
-            bucket.is_stale = True  # a second backward added to what was sent
-            return
-        bucket.missing -= 1
-        if bucket.missing == 0 and not self.is_accumulating:
-            bucket.launch()
+            raise StepError(
+                "a second backward changed the gradients of dense parameters that are on their "
+                "way to other ranks: add the losses and call backward once, or run the backwards "
+                "inside opt.accumulate()"
+            )
+        if not self.is_held():
+            bucket.missing -= 1
+            if bucket.missing == 0:
+                bucket.launch()
 
     def launch(self) -> None:
         """Send every bucket that backward did not complete; other ranks may wait for it.
@@ -297,8 +304,6 @@ class DenseBuckets:
             All ranks, before any of them waits for anything else of this step.
         """
         for bucket in self._buckets:
-            if bucket.is_stale:
-                bucket.finish(keep=False)
             if not bucket.is_launched:
                 bucket.launch()
 
@@ -312,13 +317,17 @@ class DenseBuckets:
             bucket.finish(keep=True)
         self._is_active = False
 
-    def discard(self) -> None:
-        """Drop sums under way; a parameter may have had its gradient on some ranks only."""
-        if self._is_active:
+    def discard(self, *, is_active: bool) -> None:
+        """Drop sums under way; a parameter may have had its gradient on some ranks only.
+
+        Args:
+            is_active: Whether a backward has run on any rank, even if it had none of these
+                gradients here.
+        """
+        if is_active or self._is_active:
             self.launch()
         for bucket in self._buckets:
             bucket.finish(keep=False)
-            bucket.is_stale = False
             bucket.reset()
         self._is_active = False
 

@@ -371,10 +371,7 @@ class ShardedEngine:
         Collective:
             All ranks, once for every ticket.
         """
-        if ticket.is_sent:
-            raise StepError(
-                "backward ran twice through one forward: add the losses and call backward once"
-            )
+        ticket.check_backward(self.tickets, self.path)
         channels = zip(self._backward, self._copied, self._shared, strict=True)
         for i, (stack, grad, used) in enumerate(zip(self.stacks, grads, channels, strict=True)):
             if stack.layout.trainable:  # frozen tables send nothing back

@@ -48,6 +48,7 @@ class SparseGradients:
         self._copied = [i for i, x in enumerate(layouts) if x.copy_bounds[-1] and x.trainable]
         self._shared = [i for i, x in enumerate(layouts) if x.host_copies and x.trainable]
         self._sums: Task[list[RowGradient]] | None = None
+        self.is_launched = False  # what is left to send of the tickets is on its way
         self._sequence = 0
         channel = engine.pool.channel
         self._counts = channel(f"hot counts of {engine.path}", Lane.CONTROL)
@@ -72,7 +73,7 @@ class SparseGradients:
         if not tickets:
             self._engine.tickets.clear()
             return []
-        if self._sums is None and self._merged is None:
+        if not self.is_launched:
             self._launch()
         phase = self._engine.mesh.trace.phase
         for ticket in tickets:
@@ -97,7 +98,7 @@ class SparseGradients:
             with phase("hot sums"):
                 found += self._sums.result()
         self._engine.tickets.clear()
-        self._sums = self._merged = None
+        self._forget()
         return found
 
     def discard(self) -> None:
@@ -114,7 +115,16 @@ class SparseGradients:
         else:
             self._merged.result()
         self._engine.tickets = [t for t in self._engine.tickets if not t.is_sent]
+        self._forget()
+
+    @property
+    def has_tickets(self) -> bool:
+        """Whether a backward has run since the last step."""
+        return bool(self._sent())
+
+    def _forget(self) -> None:
         self._sums = self._merged = None
+        self.is_launched = False
 
     def _sent(self) -> list[Ticket]:
         return [t for t in self._engine.tickets if t.is_sent]
@@ -127,6 +137,7 @@ class SparseGradients:
 
     def _launch(self) -> None:
         self._sequence += 1
+        self.is_launched = True
         tickets, path = self._sent(), self._engine.path
         later = functools.partial(self._engine.mesh.later, of=self._engine.pool)
         if self._copied or self._shared:

@@ -69,6 +69,8 @@ class Optimizer(torch.optim.Optimizer):
                         (stack.copies, stack.copies_state),
                     ):
                         state |= sparse.new_state(*weight.shape, device=weight.device)
+        self._is_accumulating = False
+        buckets.is_held = self._may_get_more
         self.attach()
         self.dense = dense(buckets.parameters) if buckets.parameters else None
         group = {"params": [], "lr": sparse.lr, "name": "sparse"}
@@ -200,11 +202,12 @@ class Optimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of all backwards that have run since the last step."""
+        is_active = any(sparse.has_tickets for sparse in self._sparse)
         for sparse in self._sparse:
             sparse.discard()
         for engine in self._engines:
             engine.end_step()
-        self._buckets.discard()
+        self._buckets.discard(is_active=is_active)
         self._pending = None
         if self.dense is not None:
             self.dense.zero_grad(set_to_none=set_to_none)
@@ -214,18 +217,33 @@ class Optimizer(torch.optim.Optimizer):
         """Backwards inside add up; ``step()`` afterwards makes one update of their sum.
 
         A rank's gradients of a row are added over its backwards first, then over ranks. Only
-        the sparse gradients travel inside; the dense ones wait for the step.
+        the sparse gradients travel inside; the dense ones wait for the step. No backward of
+        the same step may come before it.
+
+        Raises:
+            StepError: If gradients of a backward before it are on their way.
         """
         if self._pending is not None:
             raise StepError("accumulate() after clip_grad_norm_(): call step() first")
-        holders: list[Any] = [*self._engines, self._buckets]
-        for holder in holders:
-            holder.is_accumulating = True
+        if any(sparse.is_launched for sparse in self._sparse):
+            raise StepError(
+                "accumulate() after a backward outside it, whose gradients are on their way: run "
+                "all backwards of a step inside"
+            )
+        self._set_accumulating(True)
         try:
             yield
         finally:
-            for holder in holders:
-                holder.is_accumulating = False
+            self._set_accumulating(False)
+
+    def _set_accumulating(self, value: bool) -> None:
+        self._is_accumulating = value
+        for engine in self._engines:
+            engine.is_accumulating = value
+
+    def _may_get_more(self) -> bool:
+        """Whether dense gradients may not be final after this backward."""
+        return self._is_accumulating or any(len(engine.tickets) > 1 for engine in self._engines)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not possible after construction: parameters are bucketed when the model is sharded."""

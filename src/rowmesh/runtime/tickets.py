@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from rowmesh.comm.exchange import Handle
+from rowmesh.errors import StepError
 from rowmesh.runtime.requests import Request
 from rowmesh.runtime.routes import Route
 from rowmesh.runtime.stacks import StackLayout
@@ -133,6 +134,18 @@ class Ticket:
     shared: Arrivals = field(default_factory=Arrivals)
     beside: list[Handle] = field(default_factory=list)
     dense: list[Tensor] = field(default_factory=list)
+
+    def check_backward(self, open_tickets: "Sequence[Ticket]", path: str) -> None:
+        """Raise if no step would take the gradients of a backward now."""
+        if self.is_sent:
+            raise StepError(
+                "backward ran twice through one forward: add the losses and call backward once"
+            )
+        if not any(ticket is self for ticket in open_tickets):
+            raise StepError(
+                f"backward through a forward of {path!r} from before the last step, which dropped "
+                f"it: run every backward before opt.step()"
+            )
 
 
 class Together(Protocol):
