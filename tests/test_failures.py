@@ -8,14 +8,16 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from rowmesh.comm.status import Bulletin
 from tests.processes import finish, start_ranks
 
 SCRIPT = Path(__file__).parent / "scripts" / "failing.py"
+LEAVING = Path(__file__).parent / "scripts" / "leaving.py"
 LIMIT_S = 30.0  # on a busy machine; the time-out of 60 s would be too late
-SILENT_S = 45.0  # its time-out of 4 s comes first; the silent rank sleeps for minutes
 TIMEOUT_S = 90.0
 
 
@@ -54,6 +56,7 @@ def by_torchrun(how: str, folder: Path, ranks: int) -> tuple[list[int | None], l
 SENTENCES = {
     "bad-id": "feature 'item', sample 2: id 100 is outside table 'items' (100 rows)",
     "loader": "rank 1 failed: OSError: the disk with part-7 is gone",
+    "loader-late": "rank 1 failed: OSError: the disk with part-7 is gone",
     "killed": "rank 1 is gone",
     "traced": "rank 1 is gone",
     "silent": "rank 1 did not answer rank",
@@ -61,12 +64,10 @@ SENTENCES = {
 }
 
 
-THREE_RANKS = ("killed", "loader", "traced")
-# torchrun, which imports torch once more than it has ranks, ends those that others outlive; and a
-# rank that sleeps is ended by nobody else
-ALONE = [how for how in SENTENCES if how != "silent"]
+THREE_RANKS = ("killed", "loader", "loader-late", "silent", "traced")
+# torchrun, which imports torch once more than it has ranks, ends those that others outlive
 RUNS = [
-    *((how, "alone") for how in ALONE),
+    *((how, "alone") for how in SENTENCES),
     *(pytest.param(how, "torchrun", marks=pytest.mark.nightly) for how in SENTENCES),
 ]
 LAUNCHERS = ["alone", pytest.param("torchrun", marks=pytest.mark.nightly)]
@@ -96,12 +97,12 @@ def test_every_rank_ends_with_the_one_true_sentence(
     how: str, launcher: str, outcomes: dict[Any, Any]
 ) -> None:
     _, (codes, errors, passed) = outcomes[how, launcher]
-    assert passed < (SILENT_S if how == "silent" else LIMIT_S)
+    assert passed < LIMIT_S
     for rank, (code, text) in enumerate(zip(codes, errors, strict=True)):
         if rank != 1 or how == "bad-id":
             assert code != 0
             assert SENTENCES[how] in text, f"rank {rank}:\n{text}"
-    if how == "loader":
+    if how.startswith("loader"):
         assert "the disk with part-7 is gone" in errors[1]
 
 
@@ -110,3 +111,22 @@ def test_loaders_of_different_length_end_together(launcher: str, outcomes: dict[
     folder, (codes, errors, _) = outcomes["short", launcher]
     assert codes == [0, 0], errors
     assert [(folder / f"steps-{rank}").read_text() for rank in range(2)] == ["8", "8"]
+
+
+@pytest.mark.parametrize("how", ["late", "nobody", "full"])
+def test_a_rank_leaves_when_others_have_what_it_sent_or_have_left_too(
+    how: str, tmp_path: Path
+) -> None:
+    started = start_ranks([str(LEAVING), how, str(tmp_path)], ranks=2)
+    ended = [finish(rank, timeout=TIMEOUT_S) for rank in started]
+    now = time.time()
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    assert (tmp_path / "received").exists() == (how == "late")
+    ending = max(float((tmp_path / f"ending-{rank}").read_text()) for rank in range(2))
+    assert now - ending < 15.0, "the time-out is 30 s"
+
+
+def test_without_a_store_nobody_is_said_to_be_dead() -> None:
+    store = mock.Mock(**{"check.side_effect": RuntimeError("connection reset")})
+    error = Bulletin(store, 2).explain(RuntimeError("closed"), peer=3, where="exchange 'x', step 1")
+    assert str(error).startswith("rank 2 lost rank 3 during exchange 'x', step 1; why is not known")

@@ -198,7 +198,7 @@ def open_with(mesh: Mesh, name: str, trouble: str) -> Any:
             gather, topology=mesh.topology, rank=mesh.rank, timeout_s=1.0, arenas=(ARENA,)
         )
     if found is not None:
-        found.close()
+        found.close(mesh.bulletin.has_left)
     mesh.total(0)
     return found is not None, seen[0], seen[-1], files(name)
 

@@ -29,12 +29,14 @@ def batches(rank: int) -> Iterator[rm.Batch]:
             mark("event")
             if HOW == "bad-id":
                 ids[2] = 100
-            elif HOW == "loader":
+            elif HOW in ("loader", "loader-late"):
                 raise OSError("the disk with part-7 is gone")
             elif HOW in ("killed", "traced"):
                 os.kill(os.getpid(), signal.SIGKILL)
             elif HOW == "silent":
-                time.sleep(600)
+                time.sleep(8)
+        if rank == 2 and step == 5 and HOW == "loader-late":
+            time.sleep(2.0)  # so long after the others it learns of rank 1's end
         yield rm.Batch(
             dense_features=torch.ones(4, 3),
             sparse_features=rm.KeyedJaggedTensor.from_dense({"item": ids}),
@@ -44,7 +46,7 @@ def batches(rank: int) -> Iterator[rm.Batch]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    mesh = rm.init_mesh(timeout_s=4.0 if HOW == "silent" else 60.0)
+    mesh = rm.init_mesh(timeout_s=3.0 if HOW == "silent" else 60.0)
     table = rm.EmbeddingBagConfig(
         name="items", num_embeddings=100, embedding_dim=4, feature_names=["item"]
     )

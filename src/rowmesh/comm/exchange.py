@@ -6,10 +6,11 @@ two exchanges of one tag may be swapped. So every exchange here has a tag of its
 debug mode a header that is checked.
 """
 
+import contextlib
 import functools
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import StrEnum
 
@@ -30,6 +31,7 @@ _CHANNELS = 1 << 14  # tag = sequence * _CHANNELS + channel
 _SEQUENCES = 1 << 15
 _SPILLED_BIT = 1 << 29  # shared memory was full: received later than what goes by gloo anyway
 _HEADER_BIT = 1 << 30
+_LEAVE_S = 0.02  # between two looks at whether a peer has left
 _WATCHERS = 64  # threads, at most; an exchange that finds none free is timed by its own wait
 _DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
@@ -81,6 +83,7 @@ class Wire:
         self._channels: list[str] = []
         self._posting = threading.Lock()
         self._watchers: ThreadPoolExecutor | None = None
+        self.leaving: set[Handle] = set()  # with messages to others that nobody has waited for
 
     def peers(self) -> list[int]:
         """All other ranks, starting with the next one, so that not all send to rank 0 first."""
@@ -130,13 +133,37 @@ class Wire:
             handle.watcher = self._watchers.submit(handle.complete)
 
     def close(self) -> None:
-        """End the threads of `watch`, and leave the segment."""
+        """Wait for messages to ranks that have not left, end the threads and leave the segment."""
+        if self.leaving:
+            self._let_leave([send for handle in list(self.leaving) for send in handle.leaving()])
         if self._watchers is not None:
             self._watchers.shutdown(wait=False, cancel_futures=True)
             self._watchers = None
         if self.segment is not None:
-            self.segment.close()
+            self.segment.close(self.bulletin.has_left)
             self.segment = None
+
+    def _let_leave(self, sends: Sequence[tuple[int, Callable[[], object]]]) -> None:
+        """Wait for sends; not for those to ranks that have left, since nobody receives them."""
+        waits: dict[int, list[Callable[[], object]]] = {}
+        for peer, wait in sends:
+            waits.setdefault(peer, []).append(wait)
+        threads = {
+            peer: threading.Thread(target=_call_all, args=(calls,), daemon=True)
+            for peer, calls in waits.items()
+        }
+        for thread in threads.values():
+            thread.start()
+        for peer, thread in threads.items():
+            while thread.is_alive() and not self.bulletin.has_left(peer):
+                thread.join(_LEAVE_S)
+        self.leaving.clear()
+
+
+def _call_all(calls: Sequence[Callable[[], object]]) -> None:
+    with contextlib.suppress(RuntimeError):  # it took too long, or the peer is gone
+        for call in calls:
+            call()
 
 
 class ChannelPool:
@@ -200,6 +227,7 @@ class Channel:
             return Handle(self, sequence, [], [], [])
         flight = self._begin_flight(sequence, parcels) if wire.trace.is_on else None
         works: list[tuple[int, Waitable]] = []
+        sending: list[tuple[int, Waitable]] = []
         headers: list[tuple[int, Tensor, Tensor]] = []
         for peer, tensor, incoming in parcels:
             assert tensor.is_contiguous(), "only contiguous tensors travel"
@@ -209,18 +237,22 @@ class Channel:
                     header = wire.start(
                         self.lane, peer, tag | _HEADER_BIT, headers[-1][2], incoming=incoming
                     )
-                    works += [] if header is None else [(peer, header)]
+                    (works if incoming else sending).extend(_some(peer, header))
                 work = wire.start(self.lane, peer, tag, tensor, incoming=incoming)
             except RuntimeError as error:  # the connection was already gone
                 raise wire.bulletin.explain(error, peer=peer, where=self.where(sequence)) from None
             if edge is not None and not incoming:
                 wire.ledger.record(edge, peer, tensor.numel() * tensor.element_size())
-            works += [] if work is None else [(peer, work)]
-        handle = Handle(self, sequence, works, headers, [t for _, t, _ in parcels], flight)
+            (works if incoming else sending).extend(_some(peer, work))
+        buffers = [t for _, t, _ in parcels]
+        handle = Handle(self, sequence, [*works, *sending], headers, buffers, flight)
+        if sending:
+            handle.sends = sending
+            wire.leaving.add(handle)
         handle.messages = [t for _, t in receives if isinstance(t, Message)]
         # On CUDA a wait belongs to its thread's stream: the handle's own gives an upper bound.
         if flight is not None and parcels[0][1].device.type == "cpu":
-            if works:
+            if works or sending:
                 wire.watch(handle)
             else:
                 handle.complete()
@@ -252,6 +284,10 @@ class Channel:
         return peer, ours, torch.zeros_like(ours) if incoming else ours
 
 
+def _some(peer: int, work: Waitable | None) -> list[tuple[int, Waitable]]:
+    return [] if work is None else [(peer, work)]
+
+
 class Handle:
     """An exchange under way."""
 
@@ -267,6 +303,7 @@ class Handle:
         self._channel, self._sequence, self._flight = channel, sequence, flight
         self.watcher: Future[None] | None = None
         self.messages: list[Message] = []  # to decode
+        self.sends: list[tuple[int, Waitable]] = []
         self._works, self._headers = list(works), list(headers)
         self._buffers = list(buffers)  # alive until they have been sent
 
@@ -286,6 +323,12 @@ class Handle:
         for message in self.messages:
             message.decode()
         self._works, self._headers, self._buffers, self.messages = [], [], [], []
+        self._channel.wire.leaving.discard(self)
+
+    def leaving(self) -> list[tuple[int, Callable[[], object]]]:
+        """Of every message to another rank, whose it is and what waits for it."""
+        watched = None if self.watcher is None else self.watcher.result
+        return [(peer, watched or work.wait) for peer, work in self.sends]
 
     def complete(self) -> None:
         """Wait for the transport. Once only, and by one thread: gloo forgets what was waited for.

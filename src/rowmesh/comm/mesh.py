@@ -61,12 +61,13 @@ class Mesh:
         store: Store | None = None,
         device: torch.device | str = "cpu",
         debug: bool = False,
+        keeps_store: bool = False,
     ) -> None:
         self.topology, self.rank = topology, rank
         self.device = torch.device(device)
         self.ledger = Ledger(topology, rank)
         self.trace = Recorder()
-        self.bulletin = Bulletin(store, rank)
+        self.bulletin = Bulletin(store, rank, is_keeper=keeps_store)
         self.wire = Wire(
             rank=rank,
             world=topology.world,
@@ -248,29 +249,27 @@ class Mesh:
 
     def no_batch(self) -> str:
         """What to say of a loader without a batch."""
-        return (
-            f"rank {self.rank}: the loader gave no batch at all; pass batches(loader, "
-            f"empty=...) so that this rank can take part with no samples"
-        )
+        way_out = "pass batches(loader, empty=...) so that this rank can take part with no samples"
+        return f"rank {self.rank}: the loader gave no batch at all; {way_out}"
 
     def fail(self, error: BaseException) -> None:
         """Publish ``error`` as the reason of this rank's end; the other ranks will report it."""
         if not isinstance(error, PeerError):
             self.bulletin.publish(f"rank {self.rank} failed: {sentence_of(error)}")
+        self.bulletin.hear(self.world)
 
     def end_threads(self) -> None:
         """Wait until the communication threads have done what is under way, and end them.
 
-        They post as they go on, and peers wait for that: the lanes and the segment stay what they
-        are until then.
+        They post as they go on, and peers wait for that: lanes and segment stay until then.
         """
         self._threads.end()
 
     def close(self) -> None:
-        """End the communication threads and leave a note that this rank ended normally."""
+        """Note that this rank ended normally, and wait until peers have what was sent to them."""
         self.end_threads()
-        self.wire.close()
         self.bulletin.leave(self.num_forwards)
+        self.wire.close()
 
     def __enter__(self) -> "Mesh":
         return self
@@ -344,6 +343,7 @@ def init_mesh(
         store=store,
         device=device,
         debug=debug,
+        keeps_store=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
     )
     _watch(mesh)
     if mesh.topology.local > 1:

@@ -131,14 +131,18 @@ class Segment:
             if not queue:
                 del self._posted[arrival.key]
 
-    def close(self) -> None:
-        """Wait until what went by gloo is received, then leave; peers see that this rank left."""
+    def close(self, has_left: Callable[[int], bool]) -> None:
+        """Wait until what went by gloo is received, then leave; peers see that this rank left.
+
+        Args:
+            has_left: Whether a rank of the mesh waits for nothing more.
+        """
         deadline = time.monotonic() + self.timeout_s
         with contextlib.suppress(RuntimeError):
-            while self._unsettled:
-                self._settle()
+            while not all(has_left(self.first + to) for to in self._settle()):
                 for to, *_ in self._unsettled:
                     self.check(to, deadline)
+                self._sweep()  # a peer may be leaving too, and this rank posted what it sent
                 time.sleep(_PAUSE_S)
         self.end.close()
 
@@ -149,8 +153,8 @@ class Segment:
         for queue in queues:
             all(arrival.try_fill() for arrival in queue)  # up to the first that is not there
 
-    def _settle(self) -> None:
-        """Let go of copies that have been received."""
+    def _settle(self) -> set[int]:
+        """Let go of copies that have been received: for whom others are left."""
         with self._settling:
             settled = [self.end.is_settled(to, ticket) for to, ticket, *_ in self._unsettled]
             parts = list(zip(self._unsettled, settled, strict=True))
@@ -158,6 +162,7 @@ class Segment:
         for (_, _, work, _), is_settled in parts:
             if is_settled:
                 work.wait()
+        return {to for (to, *_), is_settled in parts if not is_settled}
 
     def check(self, peer: int, deadline: float) -> None:
         """Raise a RuntimeError if the peer is gone or it is too late."""

@@ -16,6 +16,7 @@ from rowmesh.errors import InputError, PeerError, RowmeshError, StepError
 __all__ = ["Bulletin", "sentence_of"]
 
 _GRACE_S = 3.0  # how long a rank that lost a peer waits for that peer's own words
+_LATE_S = 0.3  # and one whose time is up: it knows as much as anyone, and its lanes are closed
 
 
 def sentence_of(error: BaseException) -> str:
@@ -24,11 +25,23 @@ def sentence_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-class Bulletin:
-    """Sentences that ranks leave for each other in the store, under this attempt's keys."""
+def _is_late(error: BaseException) -> bool:
+    """Whether a wait took too long; else a connection was lost."""
+    text = str(error).lower()
+    return "timed out" in text or "timeout" in text
 
-    def __init__(self, store: Store | None, rank: int) -> None:
-        self._store, self._rank = store, rank
+
+class Bulletin:
+    """Sentences that ranks leave for each other in the store, under this attempt's keys.
+
+    Args:
+        store: Of all ranks.
+        rank: This one.
+        is_keeper: Whether the store ends with this process.
+    """
+
+    def __init__(self, store: Store | None, rank: int, *, is_keeper: bool = False) -> None:
+        self._store, self._rank, self._is_keeper = store, rank, is_keeper
         self.is_explaining = False
 
     def post_input_error(self, key: str, error: RowmeshError) -> None:
@@ -75,10 +88,31 @@ class Bulletin:
             assert self._store is not None
             self._store.set(f"left/{self._rank}", str(num_steps))
 
+    def has_left(self, rank: int) -> bool:
+        """Whether ``rank`` waits for nothing more; true if the store is gone."""
+        with self._reachable():
+            assert self._store is not None
+            return bool(self._store.check([f"left/{rank}"]))
+        return True
+
+    def hear(self, world: int) -> None:
+        """Note that this rank ends because of a failure; who keeps the store stays for the others.
+
+        Not for long: some may have been killed.
+        """
+        with self._reachable():
+            assert self._store is not None
+            self._store.add("failure/heard", 1)
+            deadline = time.monotonic() + _GRACE_S
+            while self._is_keeper and self._store.add("failure/heard", 0) < world:
+                if time.monotonic() >= deadline:
+                    return
+                time.sleep(0.02)
+
     def explain(self, error: BaseException, *, peer: int, where: str) -> PeerError:
         """The error to raise after a transport error or time-out while waiting for ``peer``."""
         self.is_explaining = True
-        sentence = self.published(wait_s=_GRACE_S)
+        sentence = self.published(wait_s=_LATE_S if _is_late(error) else _GRACE_S)
         if sentence is None:
             sentence = self.publish(self._guess(error, peer, where))
         return PeerError(sentence)
@@ -93,12 +127,15 @@ class Bulletin:
                     f"called sys.exit) while rank {self._rank} still had batches: if loaders "
                     f"differ in length, iterate over mesh.batches(loader)"
                 )
-        text = str(error).lower()
-        if "timed out" in text or "timeout" in text:
-            return f"rank {peer} did not answer rank {self._rank} in time during {where}"
+            if _is_late(error):
+                return f"rank {peer} did not answer rank {self._rank} in time during {where}"
+            return (
+                f"rank {peer} is gone: its connection to rank {self._rank} closed during {where}, "
+                f"and it left no message (killed, or crashed outside Python)"
+            )
         return (
-            f"rank {peer} is gone: its connection to rank {self._rank} closed during {where}, and "
-            f"it left no message (killed, or crashed outside Python)"
+            f"rank {self._rank} lost rank {peer} during {where}; why is not known here, for the "
+            f"process that kept the messages of all ranks has ended: see what rank 0 says"
         )
 
     @contextlib.contextmanager
