@@ -8,7 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import rowmesh as rm
+from rowmesh.models import products
 from rowmesh.models.linear import Linear
+from rowmesh.models.products import takes_numpy
 
 LAW = settings(derandomize=True, deadline=None, max_examples=40)
 SIZES = [1, 2, 13, 15, 16, 17, 48, 415]
@@ -115,3 +118,88 @@ def test_transforms_of_functions_are_torch_s() -> None:
         torch.func.vmap(torch.func.grad(total(layer)))(rows) for layer in (ours, theirs)
     )
     torch.testing.assert_close(found, expected)
+
+
+@pytest.fixture
+def by_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROWMESH_PRODUCTS", "numpy")
+
+
+LARGE = [32, 48, 415]
+
+
+@pytest.mark.usefixtures("by_numpy")
+@pytest.mark.parametrize("columns", LARGE)
+@pytest.mark.parametrize("outputs", LARGE)
+@pytest.mark.parametrize("samples", [0, 1, 7, 64])
+def test_numpy_s_products_are_torch_s_and_do_not_depend_on_where_memory_lies(
+    samples: int, columns: int, outputs: int
+) -> None:
+    theirs, ours = pair(columns, outputs, bias=True)
+    x, grad = torch.randn(samples, columns), torch.randn(samples, outputs)
+    assert takes_numpy(x, ours.weight)
+    results = run(ours, x, grad)
+    for found, expected in zip(results, run(theirs, x, grad), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+    gaps = torch.empty(samples, outputs + 3)[:, 1:-2].copy_(grad)
+    for found, again in zip(results, run(ours, elsewhere(x), gaps), strict=True):
+        assert torch.equal(found, again)
+
+
+def elsewhere(x: Tensor) -> Tensor:
+    """The same values five floats behind the begin of a cache line."""
+    return torch.empty(x.numel() + 5)[5:].view_as(x).copy_(x)
+
+
+@pytest.mark.usefixtures("by_numpy")
+def test_what_numpy_cannot_do_is_torch_s() -> None:
+    _, ours = pair(48, 32, bias=True)
+    x = torch.randn(3, 5, 48)
+
+    def total(x: Tensor) -> Tensor:
+        return ours(x).tanh().sum()
+
+    per_sample = torch.func.vmap(torch.func.grad(total))(x)
+    one_by_one = [torch.func.grad(total)(part) for part in x]
+    torch.testing.assert_close(per_sample, torch.stack(one_by_one))
+    first = x[0].clone().requires_grad_()
+    (grad,) = torch.autograd.grad(total(first), first, create_graph=True)
+    torch.testing.assert_close(grad.detach(), one_by_one[0])
+    grad.square().sum().backward()
+    assert first.grad is not None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert ours(x[0]).dtype == torch.bfloat16
+    assert ours.double()(x[0].double()).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"ROWMESH_PRODUCTS": "torch"}, "ROWMESH_PRODUCTS=torch"),
+        ({"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": ""}, "numpy may use several threads"),
+        ({"OMP_NUM_THREADS": "1"}, None),
+        ({"OMP_NUM_THREADS": "1", "vendor": "GenuineIntel"}, "MKL is at its best"),
+    ],
+)
+def test_who_multiplies_follows_from_machine_and_environment(
+    values: dict[str, str], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "_cpu", lambda: values.pop("vendor", "AuthenticAMD"))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    config = {"Build Dependencies": {"blas": {"name": "scipy-openblas"}}}
+    monkeypatch.setattr(products.np, "show_config", lambda mode: config)
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    products._why_not_faster.cache_clear()
+    try:
+        found = products.why_torch()
+    finally:
+        products._why_not_faster.cache_clear()
+    assert found is None if reason is None else str(found).startswith(reason)
+
+
+def test_an_unknown_choice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROWMESH_PRODUCTS", "mkl")
+    with pytest.raises(rm.InputError, match="ROWMESH_PRODUCTS is 'mkl', but must be one of auto"):
+        products.why_torch()

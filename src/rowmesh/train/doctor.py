@@ -12,6 +12,7 @@ import torch.distributed as dist
 from rowmesh import native
 from rowmesh.comm.shared import why_not_shared
 from rowmesh.lab import check_permitted
+from rowmesh.models.products import why_torch
 from rowmesh.train.hardware import (
     ROOT,
     Finding,
@@ -65,6 +66,7 @@ def examine(root: Path = ROOT, *, trial_timeout_s: float = 60.0) -> Iterator[Fin
     yield from (check_extra(package) for package in _EXTRAS)
     yield check_compiler()
     yield check_kernels()
+    yield check_products()
     yield check_messages()
     yield check_lab()
     yield check_trial(timeout_s=trial_timeout_s)
@@ -106,6 +108,16 @@ def check_kernels() -> Finding:
         return Finding(name=name, value=value, ok=True)
     advice = "same results, slower; a C compiler at pip install builds them (docs/kernels.md)"
     return Finding(name=name, value=f"{value}: torch is used", ok=None, advice=advice)
+
+
+def check_products() -> Finding:
+    """Whose library multiplies large matrices of dense layers in a rank with one thread."""
+    reason = why_torch(num_threads=1)
+    if reason is None:
+        value = "by numpy's library, in ranks with one thread"
+    else:
+        value = f"by torch's library: {reason}"
+    return Finding(name="matrix products", value=value, ok=True, advice="docs/kernels.md")
 
 
 def check_messages() -> Finding:

@@ -90,6 +90,7 @@ def _start(work: Callable[[Mesh], T], ranks: int) -> T:
         _forwarded_signals() as forwarded,
     ):
         multiprocessing.set_forkserver_preload(_PRELOADED)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when ranks load their libraries
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
