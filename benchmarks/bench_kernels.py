@@ -2,10 +2,10 @@
 
 ::
 
-    python benchmarks/bench_kernels.py
+    OMP_NUM_THREADS=1 python benchmarks/bench_kernels.py
 
-One thread. Both paths of a call alternate, and their results are compared before: bit for bit, or
-closely where the two add in other orders. Prints ``RESULT`` and a JSON object: medians in ms of the
+One thread, numpy's library too. Both paths of a call alternate, and their results are compared
+before: bit for bit, or closely where the two add in other orders. Prints ``RESULT`` and a JSON object: medians in ms of the
 thread's time and their ratio (torch over native) for pooling 1 and 20, under an automatic plan for
 two hosts and a row-wise one, and for the dense layers and codecs.
 """
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import rowmesh as rm
 from rowmesh.comm.codecs import RowInt8
 from rowmesh.data.synthetic import SyntheticClicks
-from rowmesh.models.layers import PairwiseDots
+from rowmesh.models.layers import MLP, PairwiseDots
 from rowmesh.models.linear import Linear
 from rowmesh.native import describe, is_available
 from rowmesh.native import library as native_library
@@ -132,7 +132,7 @@ def close(a: Any, b: Any) -> bool:
 
 
 def layer_cases(args: argparse.Namespace) -> Iterator[Case]:
-    """DLRM's interaction of 26 features, and the first layer behind it: forward and gradients."""
+    """DLRM's interaction of 26 features, the first layer behind it, and all its dense layers."""
     rng = torch.Generator().manual_seed(0)
     dots, features = PairwiseDots(26, args.dim), 26 * args.dim
     dense, pooled = (
@@ -142,6 +142,11 @@ def layer_cases(args: argparse.Namespace) -> Iterator[Case]:
     x = dots(dense, pooled).detach().requires_grad_()
     yield from both_ways("pairwise dots", lambda: dots(dense, pooled), [dense, pooled])
     yield from both_ways("linear", lambda: layer(x), [x, *layer.parameters()])
+    bottom = MLP(13, (512, 256, args.dim), relu_last=True)
+    top = MLP(dots.out_features, (512, 512, 256, 1), relu_last=False)
+    inputs = torch.randn(args.batch, 13, generator=rng)
+    weights = [pooled, *bottom.parameters(), *top.parameters()]
+    yield from both_ways("dense layers", lambda: top(dots(bottom(inputs), pooled)), weights)
 
 
 def both_ways(name: str, call: Callable[[], Tensor], inputs: list[Tensor]) -> Iterator[Case]:
