@@ -5,9 +5,9 @@
     OMP_NUM_THREADS=1 python benchmarks/bench_kernels.py
 
 One thread, numpy's library too. Both paths of a call alternate, and their results are compared
-before: bit for bit, or closely where the two add in other orders. Prints ``RESULT`` and a JSON object: medians in ms of the
-thread's time and their ratio (torch over native) for pooling 1 and 20, under an automatic plan for
-two hosts and a row-wise one, and for the dense layers and codecs.
+before: bit for bit, or closely where the two add in other orders. Prints ``RESULT`` and a JSON
+object: medians in ms of the thread's time and their ratio (torch over native) for pooling 1 and
+20, under an automatic plan for two hosts and a row-wise one, and for the dense layers and codecs.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Who multiplies matrices on the CPU: torch's library, or numpy's where that is faster.
 
-torch comes with MKL, numpy with OpenBLAS, which is faster on AMD's CPUs (docs/kernels.md). Which one
-it is follows from the machine and the environment, never from a timing: all ranks and the oracle
-must come to the same bits.
+torch comes with MKL, numpy with OpenBLAS, which is faster on AMD's CPUs (docs/kernels.md). Which
+one it is follows from the machine and the environment, never from a timing: all ranks and the
+oracle must come to the same bits.
 """
 
 import functools
