@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import rowmesh as rm
 from rowmesh.models import products
@@ -169,6 +170,13 @@ def test_what_numpy_cannot_do_is_torch_s() -> None:
     assert first.grad is not None
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert ours(x[0]).dtype == torch.bfloat16
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        ours(x[0, :, :-1])
+    torch.testing.assert_close(ours(x[0].to_sparse()), ours(x[0]))
+    traced = make_fx(ours)(x[0])
+    torch.testing.assert_close(traced(x[1]), ours(x[1]))
+    x[0, 0] = torch.inf
+    assert ours(x[0])[0].isnan().all()  # and no warning
     assert ours.double()(x[0].double()).dtype == torch.float64
 
 

@@ -70,4 +70,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if HOW == "loader-late":  # as with a mesh of one's own in a with statement
+        with rm.init_mesh():
+            main()
+    else:
+        main()

@@ -31,6 +31,7 @@ _CHANNELS = 1 << 14  # tag = sequence * _CHANNELS + channel
 _SEQUENCES = 1 << 15
 _SPILLED_BIT = 1 << 29  # shared memory was full: received later than what goes by gloo anyway
 _HEADER_BIT = 1 << 30
+_MOST_LEAVING = 32
 _LEAVE_S = 0.02  # between two looks at whether a peer has left
 _WATCHERS = 64  # threads, at most; an exchange that finds none free is timed by its own wait
 _DTYPES = [
@@ -83,7 +84,8 @@ class Wire:
         self._channels: list[str] = []
         self._posting = threading.Lock()
         self._watchers: ThreadPoolExecutor | None = None
-        self.leaving: set[Handle] = set()  # with messages to others that nobody has waited for
+        # With messages to others that nobody has waited for, the latest: their models may be gone.
+        self.leaving: dict[Handle, None] = {}
 
     def peers(self) -> list[int]:
         """All other ranks, starting with the next one, so that not all send to rank 0 first."""
@@ -131,6 +133,13 @@ class Wire:
             if self._watchers is None:
                 self._watchers = ThreadPoolExecutor(_WATCHERS, thread_name_prefix="rowmesh-watch")
             handle.watcher = self._watchers.submit(handle.complete)
+
+    def keep(self, handle: "Handle") -> None:
+        """Let its messages leave before this rank ends, unless many come after it."""
+        self.leaving[handle] = None
+        if len(self.leaving) > _MOST_LEAVING:
+            with contextlib.suppress(StopIteration, RuntimeError):  # another thread was first
+                self.leaving.pop(next(iter(self.leaving)), None)
 
     def close(self) -> None:
         """Wait for messages to ranks that have not left, end the threads and leave the segment."""
@@ -248,7 +257,7 @@ class Channel:
         handle = Handle(self, sequence, [*works, *sending], headers, buffers, flight)
         if sending:
             handle.sends = sending
-            wire.leaving.add(handle)
+            wire.keep(handle)
         handle.messages = [t for _, t in receives if isinstance(t, Message)]
         # On CUDA a wait belongs to its thread's stream: the handle's own gives an upper bound.
         if flight is not None and parcels[0][1].device.type == "cpu":
@@ -323,7 +332,7 @@ class Handle:
         for message in self.messages:
             message.decode()
         self._works, self._headers, self._buffers, self.messages = [], [], [], []
-        self._channel.wire.leaving.discard(self)
+        self._channel.wire.leaving.pop(self, None)
 
     def leaving(self) -> list[tuple[int, Callable[[], object]]]:
         """Of every message to another rank, whose it is and what waits for it."""

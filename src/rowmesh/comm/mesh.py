@@ -336,11 +336,12 @@ def init_mesh(
     lanes = make_lanes(list(range(world)), timeout=timeout) if world > 1 else {}
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = PrefixStore(f"rowmesh/{attempt}", _get_default_store())
+    number = store.add(f"meshes/{rank}", 1)  # of this program, the same on all ranks
     mesh = Mesh(
         topology=Topology(hosts=hosts, local=world // hosts),
         rank=rank,
         lanes=lanes,
-        store=store,
+        store=PrefixStore(f"mesh/{number}", store),
         device=device,
         debug=debug,
         keeps_store=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",

@@ -102,12 +102,16 @@ class Bulletin:
         """
         with self._reachable():
             assert self._store is not None
-            self._store.add("failure/heard", 1)
+            self._store.set(f"heard/{self._rank}", "")
+            waiting = [*range(world)] if self._is_keeper else []
             deadline = time.monotonic() + _GRACE_S
-            while self._is_keeper and self._store.add("failure/heard", 0) < world:
-                if time.monotonic() >= deadline:
-                    return
+            while waiting and time.monotonic() < deadline:
+                waiting = [rank for rank in waiting if not self._has_ended(rank)]
                 time.sleep(0.02)
+
+    def _has_ended(self, rank: int) -> bool:
+        assert self._store is not None
+        return any(self._store.check([f"{key}/{rank}"]) for key in ("heard", "left"))
 
     def explain(self, error: BaseException, *, peer: int, where: str) -> PeerError:
         """The error to raise after a transport error or time-out while waiting for ``peer``."""

@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from rowmesh.errors import InputError
 
@@ -26,10 +27,13 @@ def takes_numpy(x: Tensor, weight: Tensor) -> bool:
     """Whether numpy multiplies ``[B, in]`` by a weight ``[out, in]``, and their gradients."""
     return (
         x.dim() == 2
+        and x.layout == torch.strided
+        and x.shape[1] == weight.shape[1]
         and min(weight.shape) >= _LEAST
         and x.dtype == weight.dtype == torch.float32
         and x.device.type == weight.device.type == "cpu"
         and not torch.compiler.is_compiling()
+        and not is_in_torch_dispatch_mode()
         and why_torch() is None
     )
 
@@ -41,7 +45,8 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
     except RuntimeError:  # inside torch.func's transforms tensors have no memory of their own
         return a @ b
     out = a.new_empty(a.shape[0], b.shape[1])
-    np.matmul(*arrays, out=out.numpy())
+    with np.errstate(all="ignore"):  # as torch does
+        np.matmul(*arrays, out=out.numpy())
     return out
 
 

@@ -88,7 +88,17 @@ class _Bucket:
 
     def reset(self) -> None:
         """Wait for every gradient anew."""
-        self.missing = len(self.parameters) + len(self.riders)
+        self._missing = len(self.parameters) + len(self.riders)
+        self._backwards: set[int] = set()
+
+    def note(self, backward: int) -> bool:
+        """A parameter or rider got its gradient: whether all have, and in one backward.
+
+        If in several, nothing tells before the step which is the last.
+        """
+        self._missing -= 1
+        self._backwards.add(backward)
+        return self._missing == 0 and len(self._backwards) == 1
 
     @property
     def is_launched(self) -> bool:
@@ -288,14 +298,12 @@ class DenseBuckets:
         self._is_active = True
         if bucket.is_launched:
             raise StepError(
-                "a second backward changed the gradients of dense parameters that are on their "
-                "way to other ranks: add the losses and call backward once, or run the backwards "
-                "inside opt.accumulate()"
+                "gradients of dense parameters changed while on their way to other ranks, by a "
+                "second backward or a reentrant checkpoint: add the losses and call backward "
+                "once, or run what changes them inside opt.accumulate()"
             )
-        if not self.is_held():
-            bucket.missing -= 1
-            if bucket.missing == 0:
-                bucket.launch()
+        if not self.is_held() and bucket.note(torch._C._current_graph_task_id()):
+            bucket.launch()
 
     def launch(self) -> None:
         """Send every bucket that backward did not complete; other ranks may wait for it.

@@ -87,10 +87,10 @@ def _start(work: Callable[[Mesh], T], ranks: int) -> T:
     with (
         tempfile.TemporaryDirectory(prefix="rowmesh-") as logs,
         _quiet_launcher(),
+        _one_thread(),
         _forwarded_signals() as forwarded,
     ):
         multiprocessing.set_forkserver_preload(_PRELOADED)
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when ranks load their libraries
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -198,6 +198,19 @@ def _explain(rank: int, failure: ProcessFailure) -> BaseException:
     else:
         sentence = f"rank {rank} failed: {sentence} (ROWMESH_DEBUG=1 shows where)"
     return InputError(sentence) if failure.exitcode == _BAD_INPUT else PeerError(sentence)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Libraries that ranks load inside use one thread, unless the environment says how many."""
+    if os.environ.get("OMP_NUM_THREADS"):
+        yield
+        return
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["OMP_NUM_THREADS"]
 
 
 @contextlib.contextmanager
