@@ -96,6 +96,7 @@ def check_ledgers(case: Case, runs: list[Run]) -> None:
             batches,
             sparse=SPARSE.get(case.rule, case.rule),
             earlier=earlier,
+            is_last=step == len(case.ids) - 1,
         )
         assert predicted == [run.ledgers[step] for run in runs]
         assert all(edge in EDGES for ledger in predicted for edge in ledger)

@@ -7,7 +7,7 @@ import pytest
 
 import rowmesh as rm
 from rowmesh.cost import DenseCost, plan_time
-from rowmesh.cost.early import early_part, early_share, late_share
+from rowmesh.cost.early import early_part, early_share, follow_share, late_share
 from rowmesh.cost.totals import expect_each
 from rowmesh.data import SyntheticClicks
 from rowmesh.planners import make_plan, parse_depth
@@ -91,6 +91,39 @@ def test_sums_of_bags_and_rows_of_groups_that_sync_are_not_early() -> None:
     weights = replace(apart, sync=rm.Sync(mode="weights", period=4))
     alone = 1.0 - late_share(cold, 1)
     assert early_share(weights, table, cold) == pytest.approx(0.75 * alone)
+
+
+def test_gradients_of_rows_that_the_next_batch_does_not_ask_for_follow() -> None:
+    arguments = {"stats": STATS, "rates": SLOW, "cost": COST, "exchange": "rows", "merge": "on"}
+    plan = make_plan(make_model(), Topology(hosts=2, local=2), depth=2, **arguments)  # type: ignore[arg-type]
+    expected = counted = 0.0
+    for table in plan.tables:
+        cold = STATS.tables[table.name]
+        expected += follow_share(plan, table, cold) * cold.union(2)
+        for step in range(40, 48):
+            ids = [
+                CLICKS.batch_at(rank, step + later).sparse_features[table.feature_names[0]].values()
+                for later in (0, 1)
+                for rank in range(4)
+            ]
+            asked = np.unique(np.concatenate([i.numpy() for i in ids[:2]]))  # by the first host
+            again = np.unique(np.concatenate([i.numpy() for i in ids[4:]]))
+            counted += len(np.setdiff1d(asked, again)) / 8
+    assert expected == pytest.approx(counted, rel=0.1)
+    at_once = replace(plan, depth=1)
+    for table in plan.tables:
+        cold = STATS.tables[table.name]
+        assert follow_share(at_once, table, cold) == 0.0
+        for change in ({"merged": False}, {"trainable": False}):
+            assert follow_share(plan, replace(table, **change), cold) == 0.0  # type: ignore[arg-type]
+    times = [plan_time(p, STATS.tables, rates=SLOW, cost=COST) for p in (at_once, plan)]
+    loads = expect_each(plan, STATS.tables, rates=SLOW)
+    early = early_part(plan, loads, STATS.tables).values
+    returned = sum(load.values[6:8] for load in loads.values())
+    assert (early[6:8] < 0.8 * returned).all()
+    assert (early[6:8] > 0.2 * returned).all()
+    hidden = early[6:8].reshape(2, 2, 2).sum(2).max() / SLOW.cross_bytes_per_s
+    assert 0.0 < times[0].gradients_s - times[1].gradients_s <= hidden + 1e-12
 
 
 def test_auto_takes_the_shortest_step() -> None:

@@ -254,8 +254,8 @@ def hosts_added_in_the_wrong_place(mesh: Mesh) -> Patch:
     original = gradients.MergedSums.exchange
 
     def exchange(self: Any, *args: Any) -> Any:
-        found = original(self, *args)
-        return {i: (rows.flip(0), grads) for i, (rows, grads) in found.items()}
+        found, left = original(self, *args)
+        return {i: (rows.flip(0), grads) for i, (rows, grads) in found.items()}, left
 
     return mock.patch.object(gradients.MergedSums, "exchange", exchange)
 

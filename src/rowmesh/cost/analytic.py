@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rowmesh.cost.merged import add_merged
+from rowmesh.cost.merged import add_merged, may_follow
 from rowmesh.cost.pieces import (
     Piece,
     Traffic,
@@ -43,6 +43,7 @@ def predict(
     *,
     sparse: str = "rowwise_adagrad",
     earlier: Sequence[Batches] = (),
+    is_last: bool = False,
 ) -> list[dict[str, dict[str, int]]]:
     """Bytes every rank sends in one training step: ``[rank][edge][link]``.
 
@@ -52,6 +53,8 @@ def predict(
         sparse: Update rule of the tables: a name of `RULE_STATES`.
         earlier: Batches of the steps since weights of replicas were last synced, where the plan
             syncs them: they are with this step if it is the period-th.
+        is_last: No batch has been begun behind these, as at the end of a loop: nobody can tell
+            which gradients of merged requests may follow the step.
 
     Returns:
         The same numbers as each rank's ledger shows after the step, edges of zero left out.
@@ -75,7 +78,7 @@ def predict(
             [b if isinstance(b, KeyedJaggedTensor) else b[path] for b in step]
             for step in (*earlier, batches)
         ]
-        _collection(traffic, plan, tables, steps, state)
+        _collection(traffic, plan, tables, steps, state, is_last)
         for table in tables if state.adds_squares else ():
             if table.trainable and table.rest.split.columns > 1:
                 _column_squares(traffic, plan, table, steps[-1])
@@ -101,6 +104,7 @@ def _collection(
     tables: Sequence[TablePlan],
     steps: Sequence[Sequence[KeyedJaggedTensor]],
     state: RuleState,
+    is_last: bool,
 ) -> None:
     batches, topology = steps[-1], plan.mesh.topology
     apart = any(tier.copies is Copies.HOST for table in tables for tier in table.tiers)
@@ -122,7 +126,7 @@ def _collection(
             mine = [batches[rank] for rank in ranks]
             _group(inside, members, mine, id_bytes, groups.shape(topology))
             if plan.depth > 1 and not members[0].table.is_relayed:
-                _look_ahead_bits(inside, members, groups.shape(topology))
+                _look_ahead_bits(inside, members, groups.shape(topology), is_last)
             for (edge, source, target), num_bytes in inside.items():
                 traffic[edge, ranks[source], ranks[target]] += num_bytes
         copies = [c for piece in members for c in copies_of(piece) if c.sums == "sparse"]
@@ -164,14 +168,21 @@ def _group(
         add_host_sums(traffic, per_host, batches, id_bytes, shape)
 
 
-def _look_ahead_bits(traffic: Traffic, members: Sequence[Piece], shape: Topology) -> None:
-    """A bit from the owner for every row that is asked of a stack, in whole bytes."""
+def _look_ahead_bits(
+    traffic: Traffic, members: Sequence[Piece], shape: Topology, is_last: bool
+) -> None:
+    """A bit from the owner for every row that is asked of a stack, in whole bytes.
+
+    Another one, behind the next batch's, tells whether the gradient of a row may follow.
+    """
     piece = next((p for p in members if p.table.merged), members[0])
+    follow = not is_last and may_follow(piece.table, piece.groups)
     for (edge, owner, rank), num_bytes in list(traffic.items()):
         if edge == "rows":
             is_beside = shape.host(owner) == shape.host(rank)
             row_bytes = (piece.inside_bytes if is_beside else piece.wire_bytes)(edge)
-            traffic["look-ahead bits", owner, rank] += -(-(num_bytes // row_bytes) // 8)
+            bits = -(-(num_bytes // row_bytes) // 8)
+            traffic["look-ahead bits", owner, rank] += bits * (1 + (follow and not is_beside))
 
 
 def _to_all(traffic: Traffic, edge: str, ranks: Sequence[int], num_bytes: int) -> None:

@@ -1,14 +1,16 @@
-"""What of a forward's messages travels ahead of it, where batches are begun before forwards."""
+"""What of a forward's messages travels ahead of it, where batches are begun before forwards, and
+what of a backward's gradients follows its step."""
 
 from collections.abc import Mapping
 
 import numpy as np
 
 from rowmesh.cost.load import LINES, Load
+from rowmesh.cost.merged import may_follow
 from rowmesh.placement import Exchange, Plan, TablePlan, hot_ids
 from rowmesh.stats import Accesses
 
-__all__ = ["early_load", "early_part", "early_share", "late_share"]
+__all__ = ["early_load", "early_part", "early_share", "follow_share", "late_share"]
 
 
 def late_share(accesses: Accesses, num_batches: int, *, of: int = 1) -> float:
@@ -49,19 +51,39 @@ def early_share(plan: Plan, table: TablePlan, cold: Accesses) -> float:
     return early
 
 
+def follow_share(plan: Plan, table: TablePlan, cold: Accesses) -> float:
+    """The share of a table's gradients across hosts that may follow their step.
+
+    Of merged requests, rows that the next batch of no rank asks for.
+
+    Args:
+        plan: With its depth.
+        table: Of the plan.
+        cold: Accesses of its rows that have no copies.
+    """
+    groups = plan.groups(table)
+    if plan.depth == 1 or not may_follow(table, groups):
+        return 0.0
+    return 1.0 - late_share(cold, groups.size, of=plan.mesh.local)
+
+
 def early_part(plan: Plan, loads: Mapping[str, Load], accesses: Mapping[str, Accesses]) -> Load:
-    """The part of ``loads``, of the plan's tables by name, that travels ahead."""
+    """The part of ``loads``, of the plan's tables by name, that `early_load` tells."""
     total = np.zeros((LINES, plan.mesh.topology.world))
     for table in plan.tables if plan.depth > 1 else ():
         cold = accesses[table.name]
         for _, rows in table.hot:
             _, cold = cold.part(hot_ids(rows, where=f"table {table.name!r}"))
-        total += early_load(loads[table.name], early_share(plan, table, cold)).values
+        total += early_load(loads[table.name], plan, table, cold).values
     return Load(total)
 
 
-def early_load(load: Load, share: float) -> Load:
-    """The ``share`` of a table's messages in forward."""
+def early_load(load: Load, plan: Plan, table: TablePlan, cold: Accesses) -> Load:
+    """Of a table's load, the bytes in forward that travel ahead and, where a `Load` has gradients,
+    those that follow: of these as many cross as rows do the other way."""
     values = np.zeros_like(load.values)
-    values[:4] = share * (load.values[:4] - load.values[4:8])
+    forward = load.values[:4] - load.values[4:8]
+    values[:4] = early_share(plan, table, cold) * forward
+    returned = np.minimum(load.values[6:8], forward[3:1:-1])
+    values[6:8] = follow_share(plan, table, cold) * returned
     return Load(values)

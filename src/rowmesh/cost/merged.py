@@ -9,15 +9,22 @@ from rowmesh.cost.codecs import vector_on
 from rowmesh.cost.pieces import Piece, Traffic, cold_ids_of
 from rowmesh.cost.rates import RowCost
 from rowmesh.features import KeyedJaggedTensor
-from rowmesh.placement import TablePlan
+from rowmesh.placement import Groups, TablePlan
 from rowmesh.placement.codecs import EXACT, WireForm
 from rowmesh.topology import Topology
 
-__all__ = ["add_merged", "expect_merged"]
+__all__ = ["add_merged", "expect_merged", "may_follow"]
 
 _ID = 4.0
 _Lines = NDArray[np.float64]
 _Number = float | _Lines
+
+
+def may_follow(table: TablePlan, groups: Groups) -> bool:
+    """Whether gradients of rows that the next batch does not ask for may cross under its forward:
+    of merged requests, but for groups, which sync, and columns, whose squares are added."""
+    one_piece = table.rest.split.columns == 1 and groups.count == 1
+    return table.merged and table.trainable and one_piece
 
 
 def add_merged(

@@ -136,7 +136,8 @@ def step_time(
     Forward waits for counts, ids and vectors; of a batch that was begun ahead only for what did not
     travel ``early``, under the step before. Backward makes the dense buckets ready one after
     the other, in proportion to their elements, and the embeddings' gradients ``cost.tail_s``
-    before its end; each takes the card when it is ready and those before it are through. What
+    before its end, but for those that follow the step, under the next forward; each takes the card
+    when it is ready and those before it are through. What
     travels inside a host is copied by the cores that compute, so nothing hides it.
 
     Args:
@@ -149,22 +150,26 @@ def step_time(
             any, ``dense`` is one bucket, ready at the end of backward.
         sync: Between replicas, from `expect_sync`: the update waits for gradients and squares, and
             little is left of the step to hide weights under, so that it counts fully.
-        early: Of ``tables``, what travels ahead, from `early_part`; None if nothing is begun ahead.
+        early: Of ``tables``, what travels ahead and what follows, from `early_part`; None if
+            nothing is begun ahead.
     """
     sync = no_load(topology.world) if sync is None else sync
     forward = tables.values[:4] - tables.values[4:8]
     near, across = _link_seconds(forward, topology=topology, rates=rates).max(1)
-    ahead = 0.0
+    ahead = follow = 0.0
     if early is not None:
-        ahead = float(_link_seconds(early.values[:4], topology=topology, rates=rates)[1].max())
+        ahead, follow = (
+            float(_link_seconds(lines, topology=topology, rates=rates)[1].max())
+            for lines in (early.values[:4], early.values[4:8])
+        )
     back = _link_seconds(tables.values[4:8], topology=topology, rates=rates).max(1)
     sums = _link_seconds(dense.values[4:8], topology=topology, rates=rates).max(1)
     sizes = np.array(buckets if any(buckets) else (1,), dtype=np.float64)
     shares = sizes / sizes.sum()
     computed = cost.forward_s + cost.backward_s
     ready = cost.forward_s + cost.backward_s * np.cumsum(shares)
-    flows = [(0.0, ahead), *zip(ready, shares * sums[1], strict=True)]
-    flows.append((computed - cost.tail_s, back[1]))
+    flows = [(0.0, ahead + follow), *zip(ready, shares * sums[1], strict=True)]
+    flows.append((computed - cost.tail_s, back[1] - follow))
     end = 0.0
     for start, seconds in sorted(flows):
         end = max(end, start) + seconds

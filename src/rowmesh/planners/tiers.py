@@ -27,7 +27,7 @@ from rowmesh.cost import (
     step_time,
 )
 from rowmesh.cost.buckets import sum_elements
-from rowmesh.cost.early import early_load, early_share
+from rowmesh.cost.early import early_load
 from rowmesh.cost.load import no_load
 from rowmesh.errors import InputError, PlanError
 from rowmesh.placement import (
@@ -251,8 +251,7 @@ class HotRows:
             rates=rates,
             num_hot=count,
         )
-        share = early_share(plan, table, accesses)
-        return total + cold, sync, early_load(cold, share)
+        return total + cold, sync, early_load(cold, plan, table, accesses)
 
     def _everything(self, plan: Plan) -> list[_Try]:
         """Every table on every rank, if it fits."""

@@ -3,7 +3,6 @@
 counts + status -> ids -> lookup at owners -> vectors back -> pool; backward mirrors it.
 """
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from rowmesh.nn.collections import Piece
 from rowmesh.runtime.copies import CopyRider
 from rowmesh.runtime.fetch import BAD_INPUT, LAST_BATCH, TRAINING, Fetch
 from rowmesh.runtime.fetches import Fetches
+from rowmesh.runtime.following import Rest
 from rowmesh.runtime.look_ahead import LookAhead, version_of
 from rowmesh.runtime.lookup import Lookup
 from rowmesh.runtime.outputs import join_columns
@@ -62,6 +62,7 @@ class ShardedEngine:
         self.exports = mesh.wire.channel(f"export of {path}", Lane.ROWS)
         self.num_exports = 0
         self.replicas: Together | None = None
+        self.rest = Rest(mesh)
         self._set_stacks(stacks)
 
     def set_stacks(self, stacks: Sequence[Stack]) -> None:
@@ -71,6 +72,7 @@ class ShardedEngine:
             All ranks, between steps.
         """
         self.drop_ahead()
+        self.rest.finish()
         self.look_ahead.settle()
         self.fetches.end_sends()
         before = self.look_ahead
@@ -111,6 +113,7 @@ class ShardedEngine:
         Collective:
             All ranks, between steps.
         """
+        self.rest.finish()
         if self.replicas is not None and self.replicas.bring_together():
             self.drop_ahead()
 
@@ -143,6 +146,7 @@ class ShardedEngine:
             with phase("counts"):
                 fetches.hear(fetch)
         self._check(fetch)
+        self.rest.finish(but_for=fetch.number)
         if not fetch.asked:
             with phase("ids"):
                 fetches.make_buffers(fetch)
@@ -158,6 +162,7 @@ class ShardedEngine:
             self._answer(fetch)
         with phase("vectors"):
             fetches.arrive(fetch)
+        self.rest.launch()  # not before: the link is for what the forward waits for
         with phase("pool"):
             return fetch.features, self._pool(fetch)
 
@@ -188,32 +193,11 @@ class ShardedEngine:
 
     def _begin_ahead(self, features: Any, *, is_last: bool, owner: object) -> Fetch:
         fetch = self._begin(features, is_last=is_last, is_ahead=True)
-        fetch.owner = owner
+        fetch.owner, fetch.needs = owner, self.rest.following
         fetch.version = 0 if fetch.error is not None else version_of(features)
-        self.look_ahead.begun.append(fetch)
         unmarked = [ticket for ticket in self.tickets if not ticket.is_marked]
-        work = functools.partial(self._run_ahead, fetch, unmarked)
-        fetch.under_way = self.mesh.later(f"batches ahead of {self.path}", work, of=self.pool)
+        self.look_ahead.begin(fetch, unmarked, self.replicas)
         return fetch
-
-    def _run_ahead(self, fetch: Fetch, unmarked: Sequence[Ticket]) -> None:
-        """What a fetch needs before its forward, on a thread of its own.
-
-        Forwards that were not begun ahead, and whose steps are not done, are ``unmarked``.
-        """
-        fetches, phase = self.fetches, self.mesh.trace.phase
-        with phase("ahead"), torch.no_grad():
-            fetches.hear(fetch)
-            if fetch.bad_ranks:
-                return
-            fetches.make_buffers(fetch)
-            fetches.hear_asked(fetch, fetches.ask(fetch))
-            if self.replicas is not None:
-                self.replicas.wait()
-            for ticket in unmarked:
-                self.look_ahead.mark(ticket.number, ticket.asked, ticket.merged)
-                ticket.is_marked = True
-            self.look_ahead.send_early(fetch)
 
     def drop_ahead(self, *, owner: object = None) -> None:
         """Forget what was begun: rows have changed that no step changes.
@@ -236,7 +220,8 @@ class ShardedEngine:
         """
         begun = self.look_ahead.begun
         opened = [t.number for t in self.tickets] + [f.number for f in begun]
-        self.look_ahead.finish(min(opened, default=self._number + 1) - 1)
+        if self.rest.following is None:  # else what follows does so when it is done
+            self.look_ahead.finish(min(opened, default=self._number + 1) - 1)
         if self.replicas is not None and self.replicas.is_under_way:
             before = [f for f in begun if f.num_syncs < self.replicas.num_syncs]
             if any(f.is_answered or not f.late_stacks for f in before):
@@ -246,11 +231,12 @@ class ShardedEngine:
             with self.mesh.trace.phase("await ahead"):
                 begun[0].wait()
             if not begun[0].bad_ranks:
+                self.rest.finish(but_for=begun[0].number)
                 self._answer(begun[0])
 
     def _answer(self, fetch: Fetch) -> None:
         """Send and await all vectors that have not been sent ahead."""
-        if fetch.under_way is not None:  # else they are awaited since its ids were sent
+        if fetch.under_way:  # else they are awaited since its ids were sent
             self.fetches.await_vectors(fetch)
         self.fetches.fetch_relayed(fetch)
         with self.mesh.trace.phase("lookup"):
@@ -275,7 +261,7 @@ class ShardedEngine:
                 asked=fetch.asked,
                 relayed=fetch.relayed,
                 merged=fetch.merged,
-                is_marked=fetch.under_way is not None,
+                is_marked=bool(fetch.under_way),
             )
             self.tickets.append(ticket)
             vectors = Lookup.apply(self, ticket, self.anchor, *vectors)  # type: ignore[no-untyped-call]

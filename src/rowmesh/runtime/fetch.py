@@ -10,6 +10,7 @@ from rowmesh.comm.exchange import Handle
 from rowmesh.comm.tasks import Task
 from rowmesh.errors import RowmeshError
 from rowmesh.features import KeyedJaggedTensor
+from rowmesh.runtime.following import Following
 from rowmesh.runtime.requests import Request
 from rowmesh.runtime.routes import Route
 from rowmesh.runtime.tickets import Merged, Relayed
@@ -49,7 +50,7 @@ class Fetch:
         num_syncs: Of replicas, when it was begun.
         version: Of its ids, likewise.
         is_ahead: It was begun before its forward, and that has not come yet.
-        under_way: What another thread still does for it.
+        under_way: What another thread does for it ahead.
         counts: ``[W]`` status, samples and counts of every rank.
         asked: ``[stack][source]``, what every rank asked of this one.
         buffers: ``[stack]`` of vectors.
@@ -59,6 +60,14 @@ class Fetch:
         is_answered: The last stage has begun.
         answering: What another thread still does of it.
         sent: Edge, peer and bytes of messages that the ledger has not been told of.
+        before: The batch in front, if that was begun ahead too: of its rows this one's ids tell
+            which gradients may follow its step. None when they have.
+        about: Its number, or 0.
+        told: By stack and host, of the rows that this rank asked for ``before``, those; its own.
+        follows: By stack and host, of the rows that this rank was asked for, those.
+        sent_bits: Peer and bytes of the messages that told it, not in ``sent``: they are of
+            the step of ``before``.
+        needs: What an earlier step has left to do before this rank tells which rows are late.
     """
 
     number: int
@@ -72,7 +81,7 @@ class Fetch:
     num_syncs: int = 0
     version: int = 0
     is_ahead: bool = False
-    under_way: Task[None] | None = None
+    under_way: list[Task[None]] = field(default_factory=list)
     hearing: tuple[Tensor, Handle] | None = None
     counts: list[list[int]] = field(default_factory=list)
     asked: list[Sequence[Request]] = field(default_factory=list)
@@ -85,6 +94,12 @@ class Fetch:
     is_answered: bool = False
     answering: Task[None] | None = None
     sent: list[tuple[str, int, int]] = field(default_factory=list)
+    before: "Fetch | None" = None
+    about: int = 0
+    told: dict[int, list[Tensor]] = field(default_factory=dict)
+    follows: dict[int, list[Tensor]] = field(default_factory=dict)
+    sent_bits: list[tuple[int, int]] = field(default_factory=list)
+    needs: Following | None = None
 
     @property
     def is_training(self) -> bool:
@@ -93,7 +108,9 @@ class Fetch:
 
     def wait(self) -> None:
         """Return when other threads have done what they do ahead."""
-        for work in (self.under_way, self.answering):
+        if self.needs is not None:
+            self.needs.launch()  # else that would wait for this thread
+        for work in (*self.under_way, self.answering):
             if work is not None:
                 work.result()
 

@@ -109,6 +109,13 @@ class Fetches:
         for edge, peer, num_bytes in fetch.sent:
             self._mesh.ledger.record(edge, peer, num_bytes)
         fetch.sent.clear()
+        self.count_bits(fetch)
+
+    def count_bits(self, fetch: Fetch) -> None:
+        """Count the bits about the batch in front: in its step, if that made use of them."""
+        for peer, num_bytes in fetch.sent_bits:
+            self._mesh.ledger.record("look-ahead bits", peer, num_bytes)
+        fetch.sent_bits.clear()
 
     def tell(self, fetch: Fetch) -> None:
         """Begin the exchange of counts: tell every rank what it will be asked."""

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -13,7 +13,9 @@ from rowmesh.comm.exchange import Lane
 from rowmesh.comm.tasks import Task
 from rowmesh.nn.kernels import coalesce
 from rowmesh.runtime.embeddings import ShardedEngine
-from rowmesh.runtime.merged_sums import MergedSums
+from rowmesh.runtime.fetch import Fetch
+from rowmesh.runtime.following import Following
+from rowmesh.runtime.merged_sums import HostParts, MergedSums, Parts
 from rowmesh.runtime.sums import HostSums, spread, sum_labels, ticket_starts
 from rowmesh.runtime.tickets import Stack, Ticket
 
@@ -60,11 +62,16 @@ class SparseGradients:
             for size in sizes
         ]
         self._merges = MergedSums(engine)
-        self._merged: Task[dict[int, tuple[Tensor, Tensor]]] | None = None
+        self._merged: Task[tuple[Parts, HostParts]] | None = None
+        self._left: tuple[int, HostParts] | None = None  # for `follow`, and before which forward
+        self._ahead: Fetch | None = None
         engine.on_all_sent = self._all_sent
 
-    def reduce(self) -> list[RowGradient]:
+    def reduce(self, *, at_once: bool) -> list[RowGradient]:
         """The gradients of all rows this rank updates; tickets without backward are dropped.
+
+        Args:
+            at_once: Also of rows whose gradients may follow; otherwise `follow` must be called.
 
         Collective:
             All ranks.
@@ -90,9 +97,15 @@ class SparseGradients:
             ]
         if self._merged is not None:
             with phase("wait gradients"):
-                merged = self._merged.result()
+                merged, left = self._merged.result()
+                if at_once:
+                    for i, part in self._merges.follow(left, self._sequence).items():
+                        rows, grads = map(torch.cat, zip(merged[i], part, strict=True))
+                        merged[i] = rows, grads
+                elif self._ahead is not None and left.sums:
+                    self._left = self._ahead.number, left
             with phase("coalesce"):
-                found += [self._of_home(i, *coalesce(*parts)) for i, parts in merged.items()]
+                found += self._of_merged(merged)
                 found.sort(key=lambda part: part.stack)
         if self._sums is not None:
             with phase("hot sums"):
@@ -100,6 +113,26 @@ class SparseGradients:
         self._engine.tickets.clear()
         self._forget()
         return found
+
+    def follow(self, update: Callable[[list[RowGradient]], None]) -> None:
+        """Leave the gradients that `reduce` left out, if any, to the engine's rest of the step."""
+        if self._left is None:
+            return
+        (reader, left), self._left = self._left, None
+        sequence, engine = self._sequence, self._engine
+
+        def work() -> None:
+            with torch.no_grad():
+                update(self._of_merged(self._merges.follow(left, sequence)))
+            engine.look_ahead.finish(reader - 1)
+
+        begin = functools.partial(
+            engine.mesh.later, f"following gradients of {engine.path}", work, of=engine.pool
+        )
+        engine.rest.following = Following(reader, begin)
+
+    def _of_merged(self, parts: Parts) -> list[RowGradient]:
+        return [self._of_home(i, *coalesce(*part)) for i, part in parts.items()]
 
     def discard(self) -> None:
         """Drop the tickets whose backward has run, after the messages under way for them."""
@@ -123,7 +156,7 @@ class SparseGradients:
         return bool(self._sent())
 
     def _forget(self) -> None:
-        self._sums = self._merged = None
+        self._sums = self._merged = self._ahead = None
         self.is_launched = False
 
     def _sent(self) -> list[Ticket]:
@@ -144,7 +177,10 @@ class SparseGradients:
             work = functools.partial(self._sum_copies, tickets, self._sequence)
             self._sums = later(f"sums of {path}", work)
         if self._merges.numbers:
-            merge = functools.partial(self._merges.exchange, tickets, self._sequence)
+            begun = self._engine.look_ahead.begun
+            if begun and [t.number for t in tickets] == [begun[0].about]:
+                self._ahead = begun[0]
+            merge = functools.partial(self._merges.exchange, tickets, self._sequence, self._ahead)
             self._merged = later(f"merged gradients of {path}", merge)
 
     def _home(self, number: int, stack: Stack, tickets: Sequence[Ticket]) -> RowGradient:

@@ -5,7 +5,8 @@ those that a batch before it asked for too and whose step is not done; it sends 
 row, then the unmarked rows. The others follow after the step (docs/notes/look_ahead.md).
 """
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from rowmesh.runtime.fetch import TRAINING, Early, Fetch
 from rowmesh.runtime.fetches import Fetches
 from rowmesh.runtime.requests import Request
 from rowmesh.runtime.sets import clean_first, pack_bits, unpack_bits
-from rowmesh.runtime.tickets import Merged, Stack
+from rowmesh.runtime.tickets import Merged, Stack, Ticket, Together
 
 __all__ = ["LookAhead", "version_of"]
 
@@ -43,6 +44,7 @@ class LookAhead:
         self, path: str, mesh: Mesh, stacks: Sequence[Stack], fetches: Fetches, pool: ChannelPool
     ) -> None:
         self._path, self._mesh, self._stacks, self._fetches = path, mesh, stacks, fetches
+        self._pool = pool
         self._bits = pool.channel(f"look-ahead bits of {path}", Lane.CONTROL)
         self._rows = [pool.channel(f"early rows of {path}", Lane.ROWS) for _ in stacks]
         # Relays fetch rows for sums, and sums do not go ahead.
@@ -124,6 +126,51 @@ class LookAhead:
         else:
             self.again = sorted([*self.again, *chosen], key=lambda f: f.number)
 
+    def begin(self, fetch: Fetch, unmarked: Sequence[Ticket], replicas: Together | None) -> None:
+        """Have a thread do what a fetch needs before its forward.
+
+        Rows can be sent when the gradients that follow an earlier step have begun to arrive.
+
+        Args:
+            fetch: Whose counts have been told.
+            unmarked: Forwards that were not begun ahead, and whose steps are not done.
+            replicas: Of the engine.
+        """
+        if self.begun and self.begun[-1].owner is fetch.owner:
+            fetch.before, fetch.about = self.begun[-1], self.begun[-1].number
+        self.begun.append(fetch)
+
+        def run(work: Callable[[], None]) -> None:
+            task = self._mesh.later(f"batches ahead of {self._path}", work, of=self._pool)
+            fetch.under_way.append(task)
+
+        def hear() -> None:
+            with self._mesh.trace.phase("ahead"), torch.no_grad():
+                self._fetches.hear(fetch)
+                if not fetch.bad_ranks:
+                    self._fetches.make_buffers(fetch)
+                    self._fetches.hear_asked(fetch, self._fetches.ask(fetch))
+
+        def send() -> None:
+            if not fetch.asked:
+                return  # a batch is bad, or nothing was heard, which its forward will say
+            with self._mesh.trace.phase("ahead"), torch.no_grad():
+                if replicas is not None:
+                    replicas.wait()
+                if fetch.needs is not None:
+                    fetch.needs.wait()
+                for ticket in unmarked:
+                    self.mark(ticket.number, ticket.asked, ticket.merged)
+                    ticket.is_marked = True
+                self.send_early(fetch)
+                fetch.before = None
+
+        run(hear)
+        if fetch.needs is None:
+            run(send)
+        else:
+            fetch.needs.when_launched(functools.partial(run, send))
+
     def settle(self) -> None:
         """Wait for messages of dropped fetches."""
         for fetch in self.dropped:
@@ -173,6 +220,7 @@ class LookAhead:
         by_host = {i: [self._is_late(fetch, i, r) for r in merged[i].wanted] for i in merged}
         if fetch.status & TRAINING:
             self.mark(fetch.number, fetch.asked, merged)
+            self._tell_followers(fetch)
         for merges in fetches.merges:
             merges.send_early(fetch, by_host)
             late |= {i: merges.late(fetch, i) for i in merges.numbers}
@@ -192,6 +240,17 @@ class LookAhead:
         told = {p: unpack_bits(found[p], sizes[p]) for p in peers}
         for k, i in enumerate(late):
             self._await_clean(fetch, i, late[i], {p: told[p][k] for p in peers})
+
+    def _tell_followers(self, fetch: Fetch) -> None:
+        """Of the rows that hosts asked for the batch in front: those that ``fetch`` does not ask
+        for, whose gradients may therefore follow that batch's step."""
+        before = fetch.before
+        for i in self._early if before is not None and before.is_training else ():
+            if self._stacks[i].layout.may_follow:
+                assert before is not None
+                wanted = before.merged[i].wanted
+                marks = [self._marks[i].index_select(0, rows) for rows in wanted]
+                fetch.follows[i] = [part <= before.number for part in marks]
 
     def _late(self, fetch: Fetch, number: int) -> dict[int, Tensor]:
         """Of the rows that each peer asks for, which may change before its forward."""

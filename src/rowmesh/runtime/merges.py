@@ -188,6 +188,8 @@ class Merges:
     def send_early(self, fetch: Fetch, late: Mapping[int, Sequence[Tensor]]) -> None:
         """Send peers what can be sent now, and take what they send.
 
+        With the bits of its rows go those of `Fetch.follows`.
+
         Args:
             fetch: Of a batch that was begun ahead.
             late: By stack and host, which of `Merged.wanted` may change before its forward.
@@ -195,15 +197,18 @@ class Merges:
         Collective:
             As `LookAhead.send_early`.
         """
-        merged = fetch.merged
-        sizes = {
-            host: [merged[i].cuts[host + 1] - merged[i].cuts[host] for i in self.numbers]
-            for host, _ in self._others
-        }
+        merged, follows = fetch.merged, fetch.follows
+        of_rows = [merged[i] for i in self.numbers]
+        if fetch.before is not None:
+            of_rows += [fetch.before.merged[i] for i in follows if i in self.numbers]
+        sizes = {h: [m.cuts[h + 1] - m.cuts[h] for m in of_rows] for h, _ in self._others}
         bits = {host: pack_bits([late[i][host] for i in self.numbers]) for host, _ in self._others}
-        found = {h: bits[h].new_empty(sum(-(-n // 8) for n in sizes[h])) for h, _ in self._others}
         for host, rank in self._others:
             self._record(fetch, "look-ahead bits", rank, len(bits[host]))
+            more = pack_bits([follows[i][host] for i in follows if i in self.numbers])
+            fetch.sent_bits.append((rank, len(more)))
+            bits[host] = torch.cat([bits[host], more.to(bits[host].device)])
+        found = {h: bits[h].new_empty(sum(-(-n // 8) for n in sizes[h])) for h, _ in self._others}
         handle = self._bits.post(
             fetch.number,
             sends=[(rank, bits[host]) for host, rank in self._others],
@@ -216,6 +221,10 @@ class Merges:
             self._send(fetch, i, self._early[i], chosen)
         handle.wait()
         told = {host: unpack_bits(found[host], sizes[host]) for host, _ in self._others}
+        for k, i in enumerate((i for i in follows if i in self.numbers), start=len(self.numbers)):
+            fetch.told[i] = [
+                told[host][k] if host in told else mask for host, mask in enumerate(follows[i])
+            ]
         handles = [
             self._await_early(fetch, i, {host: told[host][k] for host in told})
             for k, i in enumerate(self.numbers)

@@ -114,7 +114,7 @@ class Optimizer(torch.optim.Optimizer):
             self._buckets.launch()
             # Rows first: the next batch's may wait for them, and dense sums travel meanwhile.
             for number in range(len(self._engines)):
-                self._step_rows(number, self._sum_rows(number), lr)
+                self._step_rows(number, self._sum_rows(number, at_once=False), lr)
             self._buckets.reduce()
             for sparse, squares, replicas in zip(
                 self._sparse, self._squares, self._replicas, strict=True
@@ -137,6 +137,7 @@ class Optimizer(torch.optim.Optimizer):
         """One step of an engine's rows."""
         replicas = self._replicas[number]
         replicas.finish()  # a step may come without a forward
+        self._engines[number].rest.finish()
         replicas.remember(parts)
         squares: list[Tensor | None] = [None] * len(parts)
         if self._rule.adds_squares:
@@ -144,6 +145,9 @@ class Optimizer(torch.optim.Optimizer):
         with self._trace.phase("update"):
             self._update(parts, squares, replicas, lr)
         replicas.end_step()
+        self._sparse[number].follow(
+            lambda others: self._update(others, [None] * len(others), replicas, lr)
+        )
         self._engines[number].end_step()
 
     def sync(self) -> None:
@@ -303,16 +307,18 @@ class Optimizer(torch.optim.Optimizer):
             self.param_groups[:-1] = self.dense.param_groups
         self.param_groups[-1].update(state_dict["sparse_group"])
 
-    def _sum_rows(self, number: int) -> list[RowGradient]:
+    def _sum_rows(self, number: int, *, at_once: bool) -> list[RowGradient]:
         """The gradients that an engine's rows are stepped with, but for those in dense sums."""
-        parts = self._sparse[number].reduce()
+        parts = self._sparse[number].reduce(at_once=at_once)
         self._replicas[number].add_gradients(parts)
         return parts
 
     def _reduce(self) -> list[list[RowGradient]]:
         if self._pending is None:
             self._buckets.launch()
-            self._pending = [self._sum_rows(number) for number in range(len(self._engines))]
+            self._pending = [
+                self._sum_rows(number, at_once=True) for number in range(len(self._engines))
+            ]
             self._buckets.reduce()
             for parts, sparse in zip(self._pending, self._sparse, strict=True):
                 parts += sparse.dense_sums()

@@ -126,6 +126,15 @@ class StackLayout:
         """Rows that this rank holds for its host."""
         return self.host_bounds[-1]
 
+    @property
+    def may_follow(self) -> bool:
+        """Whether gradients of some rows may be exchanged after their step.
+
+        Of merged requests; not of groups, which sync, nor of columns, whose squares are added.
+        """
+        one_piece = self.dim == self.table_dim and self.groups.count == 1
+        return self.is_merged and self.trainable and one_piece
+
     def hot_places(self) -> Tensor:
         """Which rows are hot, and where their copies lie: the same only under the same tiers."""
         return torch.cat([self.hot_keys, self.copy_keys])
