@@ -59,6 +59,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from rowmesh.comm.cores import OwnCores, allowed_cores
 from rowmesh.data.synthetic import SyntheticClicks
 from rowmesh.models.layers import seed_dense
 from rowmesh.nn.init import initial_values
@@ -79,6 +80,10 @@ def main() -> None:
     if not args.default_malloc:
         keep_freed_memory()
     dist.init_process_group("gloo")
+    if args.own_cores:  # after gloo has started its threads, which go where there is room
+        OwnCores(
+            int(os.environ["LOCAL_RANK"]), [allowed_cores()] * int(os.environ["LOCAL_WORLD_SIZE"])
+        )
     clicks = SyntheticClicks(
         cap=int(args.cap),
         alpha=args.alpha,
@@ -154,6 +159,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, default=10, help="distinct batches, used in turn")
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights")
     parser.add_argument("--default-malloc", action="store_true", help="as in bench_dlrm.py")
+    parser.add_argument("--own-cores", action="store_true", help="for every rank, as rowmesh does")
     parser.add_argument("--losses", action="store_true", help="of all steps, warm-up included")
     parser.add_argument("--gate", help="as in bench_dlrm.py")
     return parser.parse_args()

@@ -3,7 +3,6 @@
 Other labs may live on this machine, so tests only ever look at what carries their own tag.
 """
 
-import functools
 import json
 import os
 import signal
@@ -497,11 +496,15 @@ def test_a_lab_leaves_signals_as_they_were_and_a_fork_leaves_the_lab(
     remove(tag)
 
 
+def heed() -> None:
+    """A background job ignores SIGINT, one under nohup SIGHUP, and so would what it starts."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def start_launcher() -> tuple["subprocess.Popen[str]", Tag]:
     words = [sys.executable, str(SCRIPTS / "lab_launcher.py")]
-    # a background job ignores SIGINT, and so would what it starts
-    heeds = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    launcher = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, preexec_fn=heeds)
+    launcher = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, preexec_fn=heed)
     assert launcher.stdout is not None
     tag = Tag.parse(launcher.stdout.readline())
     assert tag is not None

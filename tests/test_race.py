@@ -15,7 +15,14 @@ import pytest
 
 from benchmarks.racing import floor, peer
 from benchmarks.racing.between import describe_gap, describe_step
-from benchmarks.racing.contestants import THEIRS, THEIRS_PLAIN, ours, ours_lossy, theirs_lossy
+from benchmarks.racing.contestants import (
+    THEIRS,
+    THEIRS_PLAIN,
+    ours,
+    ours_lossy,
+    theirs_bound,
+    theirs_lossy,
+)
 from benchmarks.racing.gates import Gate, Gatekeeper
 from benchmarks.racing.goals import GOALS, goal_shapes, judge_goals, roles_of
 from benchmarks.racing.judge import interval, refusal, round_ms, summarise
@@ -346,6 +353,9 @@ def test_lossy_settings_are_made_of_the_best_exact_ones() -> None:
     assert int8.name == "table-wise int8,dense=bf16"
     assert free.flags[free.flags.index("--allow") + 1] == "lossy"
     assert {e.role for e in (bf16, int8, free)} == {"ours_lossy"}
+    bound = theirs_bound(THEIRS[1])
+    assert (bound.role, bound.name) == ("theirs", "planner, own cores")
+    assert bound.flags == (*THEIRS[1].flags, "--own-cores")
     assert [e.name for e in theirs_lossy(THEIRS[1])] == ["planner fp16", "planner int8"]
     assert THEIRS_PLAIN.flags[-2:] == ("--pipeline", "none")
     assert not THEIRS_PLAIN.is_ours

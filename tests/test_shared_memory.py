@@ -247,7 +247,7 @@ def init(mesh: Mesh, wanted: bool | None, value: str) -> Any:
     with (
         mock.patch.dict(os.environ, {"ROWMESH_SHARED_MEMORY": value}),
         mock.patch.object(meshes, "make_lanes", return_value=lanes),
-        mock.patch.object(meshes, "_watch"),
+        mock.patch.object(meshes, "watch_end"),
         mock.patch.object(open_segment, "__kwdefaults__", {"is_wanted": True, "arenas": (ARENA,)}),
     ):
         made = rm.init_mesh(hosts=2, shared_memory=wanted)

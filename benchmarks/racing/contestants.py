@@ -20,6 +20,7 @@ __all__ = [
     "Place",
     "ours",
     "ours_lossy",
+    "theirs_bound",
     "theirs_lossy",
 ]
 
@@ -111,6 +112,12 @@ def ours_lossy(exact: Entry, topologies: list[Path], first: Path) -> tuple[Entry
         ),
         Entry(role="ours_lossy", name=f"auto for {first.stem}, lossy allowed", flags=auto),
     )
+
+
+def theirs_bound(exact: Entry) -> Entry:
+    """TorchRec's best exact setting with cores of its own for every rank, as rowmesh does."""
+    name = f"{exact.name}, own cores"
+    return Entry(role=exact.role, name=name, flags=(*exact.flags, "--own-cores"))
 
 
 def theirs_lossy(exact: Entry) -> tuple[Entry, ...]:

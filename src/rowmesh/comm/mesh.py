@@ -1,13 +1,9 @@
 """The mesh: the only file that makes process groups, and what a training loop needs of it."""
 
-import atexit
 import contextlib
 import functools
 import os
 import pickle
-import signal
-import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
+from rowmesh.comm.cores import OwnCores, allowed_cores
+from rowmesh.comm.ending import watch_end
 from rowmesh.comm.exchange import Channel, Lane, Wire
 from rowmesh.comm.ledger import Ledger
 from rowmesh.comm.shared import open_segment, why_not_shared
@@ -80,7 +78,8 @@ class Mesh:
         self._totals: Channel = self.wire.channel("totals", Lane.CONTROL)
         self._gathers: Channel = self.wire.channel("gather", Lane.CONTROL)
         self._uses = {"totals": 0, "gather": 0}
-        self._threads = Threads()
+        self._cores: OwnCores | None = None
+        self._threads = Threads(self._leave_cores)
         self._samples: tuple[int, int] | None = None
         self._loops: list[_Loop] = []
         self.num_forwards = 0
@@ -106,6 +105,21 @@ class Mesh:
             of: The model's channels, or what else tells owners of one name apart.
         """
         return Task(self._threads.submit(owner, work, of=of), owner, self.trace)
+
+    def divide_cores(self, index: int, count: int, *, is_wanted: bool) -> None:
+        """Bind this thread to its rank's part of what the ``count`` ranks of this machine have,
+        if all of them want that.
+
+        Collective:
+            All ranks.
+        """
+        cores = self.gather_objects(allowed_cores() if is_wanted else frozenset(), edge=None)
+        first = self.rank - index
+        self._cores = OwnCores(index, cores[first : first + count])
+
+    def _leave_cores(self) -> None:
+        if self._cores is not None:
+            self._cores.leave()
 
     @property
     def is_last_batch(self) -> bool:
@@ -270,6 +284,8 @@ class Mesh:
         self.end_threads()
         self.bulletin.leave(self.num_forwards)
         self.wire.close()
+        if self._cores is not None:
+            self._cores.release()
 
     def __enter__(self) -> "Mesh":
         return self
@@ -298,6 +314,7 @@ def init_mesh(
     device: torch.device | str | None = None,
     debug: bool | None = None,
     shared_memory: bool | None = None,
+    own_cores: bool | None = None,
 ) -> Mesh:
     """The mesh of this program: one process, or the ranks that ``torchrun`` started.
 
@@ -311,6 +328,8 @@ def init_mesh(
         debug: Check a header with every message; default the environment's ROWMESH_DEBUG.
         shared_memory: Whether CPU ranks of a host use shared memory instead of gloo, where it can
             be had; default unless the environment has ROWMESH_SHARED_MEMORY=0.
+        own_cores: Whether CPU ranks of a machine divide its cores, each computing on its own
+            (comm/cores.py says when not); default unless the environment has ROWMESH_OWN_CORES=0.
 
     Collective:
         All ranks.
@@ -346,7 +365,7 @@ def init_mesh(
         debug=debug,
         keeps_store=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
     )
-    _watch(mesh)
+    watch_end(mesh.bulletin, rank=rank, fail=mesh.fail, close=mesh.close)
     if mesh.topology.local > 1:
         mesh.wire.segment = open_segment(
             functools.partial(mesh.gather_objects, edge=None),
@@ -355,46 +374,9 @@ def init_mesh(
             timeout_s=timeout_s,
             is_wanted=shared_memory and device.type == "cpu",
         )
+    if own_cores is None:
+        own_cores = os.environ.get("ROWMESH_OWN_CORES", "") != "0"
+    is_told = {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys()
+    if is_told and local > 1 and device.type == "cpu":
+        mesh.divide_cores(local_rank, local, is_wanted=own_cores)
     return mesh
-
-
-def _watch(mesh: Mesh) -> None:
-    """Publish what ends this process, and let torchrun's SIGTERM wait for the true reason."""
-    previous = sys.excepthook
-    failed = threading.Event()
-
-    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        failed.set()
-        mesh.fail(error)
-        previous(kind, error, trace)
-
-    def leave() -> None:
-        if not failed.is_set():
-            mesh.close()
-        if dist.is_initialized() and not failed.is_set():
-            dist.destroy_process_group()
-
-    def terminated(number: int, frame: Any) -> None:
-        sentence = mesh.bulletin.published()
-        if sentence is not None:
-            raise PeerError(sentence)
-        timer = threading.Timer(2.0, _end_now, args=(mesh,))
-        timer.daemon = True
-        timer.start()  # the next exchange finds the peer gone and says which; else end anyway
-
-    sys.excepthook = hook
-    atexit.register(leave)
-    if (
-        "TORCHELASTIC_RUN_ID" in os.environ
-        and threading.current_thread() is threading.main_thread()
-    ):
-        signal.signal(signal.SIGTERM, terminated)
-
-
-def _end_now(mesh: Mesh) -> None:
-    """End a rank that the launcher stopped, unless it is about to say itself why it ends."""
-    if mesh.bulletin.is_explaining:
-        return
-    sentence = mesh.bulletin.published() or "stopped by the launcher (SIGTERM)"
-    print(f"rank {mesh.rank}: {sentence}", file=sys.stderr, flush=True)
-    os._exit(143)

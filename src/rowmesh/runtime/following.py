@@ -75,6 +75,6 @@ class Rest:
             All ranks.
         """
         if self.following is not None and self.following.reader != but_for:
-            with self._mesh.trace.phase("wait following"):
+            with self._mesh.trace.phase("wait gradients"):
                 self.following.wait()
             self.following = None
