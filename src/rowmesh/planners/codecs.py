@@ -8,6 +8,7 @@ from rowmesh.errors import InputError, did_you_mean
 from rowmesh.placement import Plan
 from rowmesh.placement.codecs import parse_codecs
 from rowmesh.placement.memory import RuleState
+from rowmesh.planners.placing import LEAST_GAIN
 from rowmesh.planners.tiers import NO_DENSE
 from rowmesh.stats import Stats
 
@@ -16,7 +17,6 @@ __all__ = ["choose_codecs", "parse_allow"]
 # From the least lossy on. Dense gradients stay at bf16: rules that divide by the size of a gradient
 # make much of small ones, which int8 rounds to zero beside a large one (docs/codecs.md).
 _TRIED: Final = ("bf16", "int8,dense=bf16")
-_LEAST_GAIN: Final = 0.025  # of a step: less is within the error of the model
 
 
 def parse_allow(text: str) -> bool:
@@ -69,6 +69,6 @@ def choose_codecs(
     best = seconds(chosen)
     for name in _TRIED:
         candidate = replace(plan, codecs=parse_codecs(name))
-        if (found := seconds(candidate)) <= best * (1.0 - _LEAST_GAIN):
+        if (found := seconds(candidate)) <= best * (1.0 - LEAST_GAIN):
             chosen, best = candidate, found
     return chosen

@@ -3,16 +3,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from rowmesh.cost import plan_time
 from rowmesh.errors import InputError
 from rowmesh.placement import MeshShape, Plan
 from rowmesh.placement.rules import MAX_DEPTH
 from rowmesh.planners.merging import choose_merged
-from rowmesh.planners.placing import Problem
+from rowmesh.planners.placing import LEAST_GAIN, Problem
 
 __all__ = ["choose_depth", "parse_depth"]
-
-_LEAST_GAIN = 0.025  # of a step: less is within the error of the model
 
 
 def parse_depth(value: str | int) -> int | None:
@@ -52,19 +49,9 @@ def choose_depth(
     second = choose_merged(
         replace(problem, depth=2), meshes, on_progress=lambda share: on_progress((1 + share) / 2)
     )
+    assert problem.cost is not None
     for plan in (second, replace(second, depth=3)):
-        if _seconds(plan, problem) < _seconds(best, problem) * (1.0 - _LEAST_GAIN):
+        least = problem.step_s(best, problem.cost) * (1.0 - LEAST_GAIN)
+        if problem.step_s(plan, problem.cost) < least:
             best = plan
     return best
-
-
-def _seconds(plan: Plan, problem: Problem) -> float:
-    assert problem.cost is not None
-    time = plan_time(
-        plan,
-        problem.stats.tables,
-        rates=problem.rates,
-        cost=problem.cost,
-        state=problem.state,
-    )
-    return time.total_s

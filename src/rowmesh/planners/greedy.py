@@ -76,8 +76,13 @@ class Greedy:
         self._all = self._size_all()
         self._sized = [_best_of(sized) for sized in self._all]
 
-    def place(self) -> list[tuple[Unit, Placed]]:
-        """Every unit with its option and ranks.
+    @property
+    def units(self) -> Sequence[Unit]:
+        """In the order in which they are placed."""
+        return self._units
+
+    def place(self) -> list[Placed]:
+        """The option and ranks of every unit.
 
         Raises:
             PlanError: If the rows do not fit into the memory of the ranks.
@@ -92,8 +97,35 @@ class Greedy:
         if best is None:
             best = self._fill_by_memory()
         self._improve(best)
-        self._copy_small(best)
-        return list(zip(self._units, best, strict=True))
+        return best
+
+    def copy_small(self, placed: Sequence[Placed]) -> list[Placed]:
+        """``placed`` with small tables data-parallel, the cheapest first, while the step stays as
+        good.
+
+        Their lookups then wait for no other rank, which the tally does not see; it may cost
+        `_ALLOWANCE` of the step.
+        """
+        found = list(placed)
+        self.refill(found)
+        limit = self._tally.cost().total * (1.0 + _ALLOWANCE)
+        copies = [
+            next((s for s in a if s.option.split == "data_parallel"), None) for a in self._all
+        ]
+        numbers = [i for i, sized in enumerate(copies) if sized is not None]
+        for i in sorted(numbers, key=lambda i: (copies[i].alone.mean, i)):  # type: ignore[union-attr]
+            with self._tally.without(found[i]):
+                other = self._best(self._units[i], [s for s in (copies[i],) if s], tries=1)
+                moves = other is not None and self._tally.cost_with(other).total <= limit
+            if other is not None and moves:
+                self._move(found, i, other)
+        return found
+
+    def refill(self, found: Sequence[Placed]) -> None:
+        """Have the tally hold ``found``, added up anew: moves leave rounding errors."""
+        self._tally.clear()
+        for placed in found:
+            self._tally.put(placed)
 
     def best_other(self, number: int, placed: Placed) -> Placed | None:
         """The best placement of a unit under another option; the tally must not hold the unit."""
@@ -263,7 +295,7 @@ class Greedy:
 
     def _improve(self, found: list[Placed]) -> None:
         """Move one unit at a time, those that weigh most on the busiest rank first."""
-        self._refill(found)
+        self.refill(found)
         for sweep in range(_MAX_SWEEPS):
             start = self._tally.cost().total
             order = [i for i in self._by_weight(found) if self._can_move(i)]
@@ -275,7 +307,7 @@ class Greedy:
                     moves = other is not None and self._gains(other, i, before)
                 if other is not None and moves:
                     self._move(found, i, other)
-            self._refill(found)
+            self.refill(found)
             if self._tally.cost().total > start * (1.0 - _LEAST_SWEEP):
                 return
 
@@ -283,25 +315,6 @@ class Greedy:
         """Whether a unit has another option, or other ranks."""
         sized = self._sized[number]
         return len(sized) > 1 or sized[0].option.split not in ("row_wise", "data_parallel")
-
-    def _copy_small(self, found: list[Placed]) -> None:
-        """Make small tables data-parallel, the cheapest first, while the step stays as good.
-
-        Their lookups then wait for no other rank, which the formulas do not see; it may cost
-        `_ALLOWANCE` of the step.
-        """
-        limit = self._tally.cost().total * (1.0 + _ALLOWANCE)
-        copies = [
-            next((s for s in a if s.option.split == "data_parallel"), None) for a in self._all
-        ]
-        numbers = [i for i, sized in enumerate(copies) if sized is not None]
-        for i in sorted(numbers, key=lambda i: (copies[i].alone.mean, i)):  # type: ignore[union-attr]
-            with self._tally.without(found[i]):
-                other = self._best(self._units[i], [s for s in (copies[i],) if s], tries=1)
-                moves = other is not None and self._tally.cost_with(other).total <= limit
-            if other is not None and moves:
-                self._move(found, i, other)
-        self._refill(found)
 
     def _move(self, found: list[Placed], number: int, other: Placed) -> None:
         self._tally.take(found[number])
@@ -322,12 +335,6 @@ class Greedy:
             after.busiest <= before.busiest * (1.0 + 1e-9)
             and before.total - after.total > worth + 1e-9 * before.total
         )
-
-    def _refill(self, found: Sequence[Placed]) -> None:
-        """Add up anew: taking away and putting back leaves rounding errors."""
-        self._tally.clear()
-        for placed in found:
-            self._tally.put(placed)
 
 
 def _best_of(found: Sequence[_Sized]) -> list[_Sized]:

@@ -12,7 +12,6 @@ from rowmesh.cost import (
     expect_sync,
     expect_tables,
     imbalance,
-    plan_time,
     step_seconds,
 )
 from rowmesh.errors import InputError, PlanError, did_you_mean
@@ -224,7 +223,7 @@ def evaluate(plan: Plan, problem: Problem) -> GroupCandidate:
     total: Load = tables + dense + sync
     step_s = step_seconds(total, topology=topology, rates=rates)
     if problem.cost is not None:
-        step_s = plan_time(plan, accesses, rates=rates, cost=problem.cost, state=state).total_s
+        step_s = problem.step_s(plan, problem.cost)
     exchange = tables + dense
     return GroupCandidate(
         size=plan.mesh.group,

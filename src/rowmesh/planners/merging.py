@@ -6,14 +6,13 @@ from typing import Final
 
 from rowmesh.errors import InputError, PlanError, did_you_mean
 from rowmesh.placement import Copies, Exchange, MeshShape, Plan
-from rowmesh.placement.groups import can_merge
+from rowmesh.placement.groups import Groups, can_merge
 from rowmesh.planners.groups import choose_groups, evaluate
-from rowmesh.planners.placing import Problem
+from rowmesh.planners.placing import LEAST_GAIN, Problem
 
 __all__ = ["choose_merged", "merge_all", "parse_merge"]
 
 _WORDS: Final = ("auto", "off", "on")
-_LEAST_GAIN: Final = 0.025  # of a step: less is within the error of the model
 
 
 def parse_merge(word: str) -> str:
@@ -35,37 +34,43 @@ def choose_merged(
 ) -> Plan:
     """The plan of `choose_groups` with merged requests, or without if a step is as short so.
 
-    With ``auto`` it is planned without first, and again with all exchanges of rows merged if
-    merging those of the first plan, with its hot rows or without any, makes a step at least 2.5 %
-    shorter: merged requests may make hot rows needless.
+    With ``auto`` it is planned without and with: merged requests may make hot rows, or copies of
+    small tables, needless. They are merged if a step is at least 2.5 % shorter so.
 
     Raises:
         PlanError: As `choose_groups`; or requests are to be merged and cannot be.
     """
-    share = 0.5 if problem.merge != "off" else 1.0
-    flat = choose_groups(problem, meshes, on_progress=lambda done: on_progress(share * done))
-    merged = merge_all(flat)
-    if problem.merge == "on" and merged == flat:
-        raise PlanError(
-            f"no requests can be merged: that takes hosts of several ranks (here "
-            f"{problem.topology.hosts} x {problem.topology.local}), and tables of exchange rows "
-            f"with dedup, in shard groups of several whole hosts"
-        )
-    if problem.merge == "off" or merged == flat:
-        return flat
-    most = evaluate(flat, problem).step_s * (1.0 - _LEAST_GAIN)
-    screened = (merged, merge_all(flat.without_hot_rows()))
-    if problem.merge == "auto" and all(evaluate(p, problem).step_s > most for p in screened):
-        return flat
-    wishes = replace(problem.wishes, merged=True)
+    if problem.merge == "off" or not _may_merge(problem, meshes):
+        if problem.merge == "on":
+            raise PlanError(_cannot_merge(problem))
+        return choose_groups(problem, meshes, on_progress=on_progress)
+    flat = choose_groups(problem, meshes, on_progress=lambda done: on_progress(done / 2))
     again = choose_groups(
-        replace(problem, wishes=wishes),
+        replace(problem, wishes=replace(problem.wishes, merged=True)),
         meshes,
         on_progress=lambda done: on_progress((1 + done) / 2),
     )
-    tried = [*([again] if any(table.merged for table in again.tables) else []), merged]
-    best = min(tried, key=lambda plan: evaluate(plan, problem).step_s)
+    tried = [plan for plan in (again, merge_all(flat)) if any(t.merged for t in plan.tables)]
+    if not tried and problem.merge == "on":
+        raise PlanError(_cannot_merge(problem))
+    most = evaluate(flat, problem).step_s * (1.0 - LEAST_GAIN)
+    best = min(tried, key=lambda plan: evaluate(plan, problem).step_s, default=flat)
     return flat if problem.merge == "auto" and evaluate(best, problem).step_s > most else best
+
+
+def _may_merge(problem: Problem, meshes: Sequence[MeshShape]) -> bool:
+    """Whether some mesh has groups whose hosts have several ranks to merge for."""
+    world = problem.topology.world
+    groups = (Groups(world=world, size=mesh.group, layout=mesh.layout) for mesh in meshes)
+    return any(can_merge(one, problem.topology) for one in groups)
+
+
+def _cannot_merge(problem: Problem) -> str:
+    return (
+        f"no requests can be merged: that takes hosts of several ranks (here "
+        f"{problem.topology.hosts} x {problem.topology.local}), and tables of exchange rows "
+        f"with dedup, in shard groups of several whole hosts"
+    )
 
 
 def merge_all(plan: Plan) -> Plan:

@@ -3,18 +3,20 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from rowmesh.cost import DenseCost, Load, Rates
-from rowmesh.placement import Sync, TablePlan, Why
+from rowmesh.cost import DenseCost, Load, Rates, plan_time
+from rowmesh.placement import Plan, Sync, TablePlan, Why
 from rowmesh.placement.memory import RuleState
 from rowmesh.planners.constraints import Constraints
 from rowmesh.planners.greedy import Greedy
-from rowmesh.planners.options import Unit, Wishes, enumerate_units
+from rowmesh.planners.options import Wishes, enumerate_units
 from rowmesh.planners.reasons import explain
 from rowmesh.planners.tally import Placed, Tally
 from rowmesh.stats import Stats
 from rowmesh.topology import Topology
 
-__all__ = ["Placement", "Problem", "explained", "place_tables"]
+__all__ = ["LEAST_GAIN", "Placement", "Problem", "explained", "place_tables"]
+
+LEAST_GAIN = 0.025  # of a step: less is within the error of the cost model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,27 +59,37 @@ class Problem:
         """Of the plan's sums."""
         return "host-first" if self.topology.hosts > 1 and self.topology.local > 1 else "flat"
 
+    def step_s(self, plan: Plan, cost: DenseCost) -> float:
+        """Seconds of a step of ``plan``."""
+        accesses = self.stats.tables
+        return plan_time(plan, accesses, rates=self.rates, cost=cost, state=self.state).total_s
+
 
 class Placement:
     """Units on their ranks; why they are there is found out when it is asked for."""
 
-    def __init__(self, greedy: Greedy, tally: Tally, placed: Sequence[tuple[Unit, Placed]]) -> None:
+    def __init__(self, greedy: Greedy, tally: Tally, placed: Sequence[Placed]) -> None:
         self._greedy, self._tally, self._placed = greedy, tally, placed
+
+    def with_small_copied(self) -> "Placement":
+        """The same, but for small tables that are then data-parallel."""
+        return Placement(self._greedy, self._tally, self._greedy.copy_small(self._placed))
 
     def tables(self) -> dict[str, TablePlan]:
         """Every table on its ranks, by name."""
         return {
             table.name: table
-            for unit, where in self._placed
+            for unit, where in zip(self._greedy.units, self._placed, strict=True)
             for table in where.draft.option.place_all(unit.tables, where.ranks)
         }
 
     def reasons(self) -> dict[str, Why]:
         """Why every table is where it is, by name."""
-        found = explain(self._greedy, self._tally, [where for _, where in self._placed])
+        self._greedy.refill(self._placed)
+        found = explain(self._greedy, self._tally, self._placed)
         return {
             table.name: why
-            for (unit, _), why in zip(self._placed, found, strict=True)
+            for unit, why in zip(self._greedy.units, found, strict=True)
             for table in unit.tables
         }
 

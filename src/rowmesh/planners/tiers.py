@@ -44,6 +44,7 @@ from rowmesh.placement.codecs import wire_form
 from rowmesh.placement.memory import RULE_STATES, RuleState, bytes_per_rank
 from rowmesh.planners.order import RowOrder, state_bytes
 from rowmesh.planners.per_host import RowTiers, Sums, has_peers, may_have_copies
+from rowmesh.planners.placing import LEAST_GAIN
 from rowmesh.stats import Stats
 
 __all__ = ["NO_DENSE", "HotRows", "choose_tiers", "parse_tiers"]
@@ -52,7 +53,6 @@ _SUMS: Final[tuple[Sums, ...]] = ("sparse", "dense", "bucket")
 _POINTS = 16  # values of k that are tried first, and again around the best of them
 _PRICES = 7  # of memory that are tried
 _CHEAPEST = 1e-6  # of them, relative to the one at which nothing is copied
-_LEAST_GAIN = 0.025  # of a step: less is within the error of the model, and costs memory
 NO_DENSE: Final = DenseCost(flops=0.0, parameters=0.0, forward_s=0.0, backward_s=0.0, step_s=0.0)
 
 
@@ -133,7 +133,7 @@ class HotRows:
         tried += [t for order in self._orders for t in self._three_tiers(order.plan)]
         best = min(tried, key=lambda t: t.step_s, default=cold)
         is_idle = not any(accesses.requests for accesses in self._stats.tables.values())
-        if is_idle or best.step_s > cold.step_s * (1.0 - _LEAST_GAIN):
+        if is_idle or best.step_s > cold.step_s * (1.0 - LEAST_GAIN):
             return self._finish(cold, cold, best)
         return self._finish(best, cold)
 
