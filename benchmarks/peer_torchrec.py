@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 import torchrec
+from cores import bind_to_own_cores
 from racing.gates import Gate
 from racing.rounds import nic_bytes, timed
 from torch import Tensor, nn
@@ -59,7 +60,6 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from rowmesh.comm.cores import OwnCores, allowed_cores
 from rowmesh.data.synthetic import SyntheticClicks
 from rowmesh.models.layers import seed_dense
 from rowmesh.nn.init import initial_values
@@ -80,10 +80,6 @@ def main() -> None:
     if not args.default_malloc:
         keep_freed_memory()
     dist.init_process_group("gloo")
-    if args.own_cores:  # after gloo has started its threads, which go where there is room
-        OwnCores(
-            int(os.environ["LOCAL_RANK"]), [allowed_cores()] * int(os.environ["LOCAL_WORLD_SIZE"])
-        )
     clicks = SyntheticClicks(
         cap=int(args.cap),
         alpha=args.alpha,
@@ -159,7 +155,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, default=10, help="distinct batches, used in turn")
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights")
     parser.add_argument("--default-malloc", action="store_true", help="as in bench_dlrm.py")
-    parser.add_argument("--own-cores", action="store_true", help="for every rank, as rowmesh does")
+    parser.add_argument("--own-cores", action="store_true", help="as in bench_dlrm.py")
     parser.add_argument("--losses", action="store_true", help="of all steps, warm-up included")
     parser.add_argument("--gate", help="as in bench_dlrm.py")
     return parser.parse_args()
@@ -323,7 +319,7 @@ def serve(step: Callable[[], Tensor], args: argparse.Namespace, plan: ShardingPl
     The pipeline has the ids of one batch ahead when a gate opens and again when the steps are
     done, so every step pays for one exchange of ids.
     """
-    losses = mean_over_ranks([step() for _ in range(args.warmup)])
+    losses = mean_over_ranks(warm_up(step, args))
 
     def steps(count: int) -> dict[str, Any]:
         found = timed(step, count=count, barrier=dist.barrier)
@@ -339,6 +335,14 @@ def serve(step: Callable[[], Tensor], args: argparse.Namespace, plan: ShardingPl
     Gate(args.gate, rank=dist.get_rank()).serve(ready, {"steps": steps})
 
 
+def warm_up(step: Callable[[], Tensor], args: argparse.Namespace) -> list[Tensor]:
+    """The first losses; then cores of its own for this rank, if asked for."""
+    losses = [step() for _ in range(args.warmup)]
+    if args.own_cores:  # threads that communicate have started
+        bind_to_own_cores()
+    return losses
+
+
 def mean_over_ranks(losses: list[Tensor]) -> list[float]:
     """Losses of the global batches, all ranks having as many samples."""
     means = torch.stack([loss.detach() for loss in losses]).double()
@@ -350,7 +354,7 @@ def run_steps(
     step: Callable[[], Tensor], args: argparse.Namespace
 ) -> tuple[list[float], list[float], float | None]:
     """Losses of all steps; milliseconds and megabytes sent of the steps after the warm-up."""
-    losses = [step() for _ in range(args.warmup)]
+    losses = warm_up(step, args)
     dist.barrier()
     before, step_ms = nic_bytes(), []
     dist.barrier()

@@ -93,6 +93,21 @@ def test_at_depth_1_nothing_follows() -> None:
     assert all(run_on_ranks(4, nothing_follows, make_case(depth=1), hosts=2))
 
 
+def state_of_one_rank(mesh: Mesh, case: Case) -> int:
+    model, opt, _ = build(mesh, case)
+    for number in loop(mesh, model, opt, case):
+        if number == 3:
+            break
+    found = len(opt.state_dict()["sparse"]) if mesh.rank == 0 else 0
+    mesh.total(1.0)
+    return found
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_after_a_loop_that_was_left_a_rank_can_read_its_state_alone(depth: int) -> None:
+    assert run_on_ranks(4, state_of_one_rank, make_case(depth=depth), hosts=2) == [1, 0, 0, 0]
+
+
 def evaluate(mesh: Mesh, model: Any, opt: rm.Optimizer, case: Case, number: int) -> Any:
     with torch.no_grad():
         return model(case.batches_of(mesh.rank)[number])
@@ -116,6 +131,13 @@ def change_lr(mesh: Mesh, model: Any, opt: rm.Optimizer, case: Case, number: int
     opt.param_groups[-1]["lr"] *= 0.5
 
 
+def change_lr_in_place(mesh: Mesh, model: Any, opt: rm.Optimizer, case: Case, number: int) -> Any:
+    """As a scheduler does with a rate that is a tensor."""
+    group = opt.param_groups[-1]
+    group["lr"] = torch.as_tensor(group["lr"])
+    group["lr"].mul_(0.5)
+
+
 def step_again(mesh: Mesh, model: Any, opt: rm.Optimizer, case: Case, number: int) -> Any:
     """A step without a forward; and what a loop of its own changes in between."""
     opt.step()
@@ -132,6 +154,7 @@ BETWEEN: list[Callable[..., Any]] = [
     take_state,
     set_rows,
     change_lr,
+    change_lr_in_place,
     step_again,
 ]
 

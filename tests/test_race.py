@@ -20,8 +20,8 @@ from benchmarks.racing.contestants import (
     THEIRS_PLAIN,
     ours,
     ours_lossy,
-    theirs_bound,
     theirs_lossy,
+    with_own_cores,
 )
 from benchmarks.racing.gates import Gate, Gatekeeper
 from benchmarks.racing.goals import GOALS, goal_shapes, judge_goals, roles_of
@@ -353,7 +353,7 @@ def test_lossy_settings_are_made_of_the_best_exact_ones() -> None:
     assert int8.name == "table-wise int8,dense=bf16"
     assert free.flags[free.flags.index("--allow") + 1] == "lossy"
     assert {e.role for e in (bf16, int8, free)} == {"ours_lossy"}
-    bound = theirs_bound(THEIRS[1])
+    bound = with_own_cores(THEIRS[1])
     assert (bound.role, bound.name) == ("theirs", "planner, own cores")
     assert bound.flags == (*THEIRS[1].flags, "--own-cores")
     assert [e.name for e in theirs_lossy(THEIRS[1])] == ["planner fp16", "planner int8"]

@@ -20,8 +20,8 @@ __all__ = [
     "Place",
     "ours",
     "ours_lossy",
-    "theirs_bound",
     "theirs_lossy",
+    "with_own_cores",
 ]
 
 HERE = Path(__file__).resolve().parent.parent
@@ -114,8 +114,8 @@ def ours_lossy(exact: Entry, topologies: list[Path], first: Path) -> tuple[Entry
     )
 
 
-def theirs_bound(exact: Entry) -> Entry:
-    """TorchRec's best exact setting with cores of its own for every rank, as rowmesh does."""
+def with_own_cores(exact: Entry) -> Entry:
+    """A setting with cores of its own for every rank (benchmarks/cores.py)."""
     name = f"{exact.name}, own cores"
     return Entry(role=exact.role, name=name, flags=(*exact.flags, "--own-cores"))
 

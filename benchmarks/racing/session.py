@@ -25,8 +25,8 @@ from .contestants import (
     Place,
     ours,
     ours_lossy,
-    theirs_bound,
     theirs_lossy,
+    with_own_cores,
 )
 from .floor import Bytes, count_bytes, dense_parameters, floor
 from .goals import roles_of
@@ -113,8 +113,8 @@ def run_group(
         _keep(place, best)
         for shape in shapes:
             if first.local > 1:
-                tried[shape] |= trial(shape, (theirs_bound(best[shape]["theirs"]),))
-                best[shape]["theirs"] = _fastest(tried[shape], "theirs")
+                tried[shape] |= trial(shape, [with_own_cores(best[shape][r]) for r in EXACT])
+                best[shape] = {role: _fastest(tried[shape], role) for role in EXACT}
                 _keep(place, best)
             others = {
                 "ours_lossy": ours_lossy(best[shape]["ours"], list(files.values()), files[shape]),

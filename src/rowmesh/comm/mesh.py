@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from rowmesh.comm.cores import OwnCores, allowed_cores
 from rowmesh.comm.ending import watch_end
 from rowmesh.comm.exchange import Channel, Lane, Wire
 from rowmesh.comm.ledger import Ledger
@@ -78,8 +77,7 @@ class Mesh:
         self._totals: Channel = self.wire.channel("totals", Lane.CONTROL)
         self._gathers: Channel = self.wire.channel("gather", Lane.CONTROL)
         self._uses = {"totals": 0, "gather": 0}
-        self._cores: OwnCores | None = None
-        self._threads = Threads(self._leave_cores)
+        self._threads = Threads()
         self._samples: tuple[int, int] | None = None
         self._loops: list[_Loop] = []
         self.num_forwards = 0
@@ -105,21 +103,6 @@ class Mesh:
             of: The model's channels, or what else tells owners of one name apart.
         """
         return Task(self._threads.submit(owner, work, of=of), owner, self.trace)
-
-    def divide_cores(self, index: int, count: int, *, is_wanted: bool) -> None:
-        """Bind this thread to its rank's part of what the ``count`` ranks of this machine have,
-        if all of them want that.
-
-        Collective:
-            All ranks.
-        """
-        cores = self.gather_objects(allowed_cores() if is_wanted else frozenset(), edge=None)
-        first = self.rank - index
-        self._cores = OwnCores(index, cores[first : first + count])
-
-    def _leave_cores(self) -> None:
-        if self._cores is not None:
-            self._cores.leave()
 
     @property
     def is_last_batch(self) -> bool:
@@ -284,8 +267,6 @@ class Mesh:
         self.end_threads()
         self.bulletin.leave(self.num_forwards)
         self.wire.close()
-        if self._cores is not None:
-            self._cores.release()
 
     def __enter__(self) -> "Mesh":
         return self
@@ -314,7 +295,6 @@ def init_mesh(
     device: torch.device | str | None = None,
     debug: bool | None = None,
     shared_memory: bool | None = None,
-    own_cores: bool | None = None,
 ) -> Mesh:
     """The mesh of this program: one process, or the ranks that ``torchrun`` started.
 
@@ -328,8 +308,6 @@ def init_mesh(
         debug: Check a header with every message; default the environment's ROWMESH_DEBUG.
         shared_memory: Whether CPU ranks of a host use shared memory instead of gloo, where it can
             be had; default unless the environment has ROWMESH_SHARED_MEMORY=0.
-        own_cores: Whether CPU ranks of a machine divide its cores, each computing on its own
-            (comm/cores.py says when not); default unless the environment has ROWMESH_OWN_CORES=0.
 
     Collective:
         All ranks.
@@ -374,9 +352,4 @@ def init_mesh(
             timeout_s=timeout_s,
             is_wanted=shared_memory and device.type == "cpu",
         )
-    if own_cores is None:
-        own_cores = os.environ.get("ROWMESH_OWN_CORES", "") != "0"
-    is_told = {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys()
-    if is_told and local > 1 and device.type == "cpu":
-        mesh.divide_cores(local_rank, local, is_wanted=own_cores)
     return mesh

@@ -35,13 +35,9 @@ class Threads:
 
     Work holds its model (what it is submitted ``of``), so `end` also waits for that of a model
     nobody else holds.
-
-    Args:
-        starting: What each thread does first, if anything.
     """
 
-    def __init__(self, starting: Callable[[], None] | None = None) -> None:
-        self._starting = starting
+    def __init__(self) -> None:
         self._of: WeakKeyDictionary[object, dict[str, ThreadPoolExecutor]] = WeakKeyDictionary()
 
     def submit(self, owner: str, work: Callable[[], T], *, of: object) -> "Future[T]":
@@ -49,9 +45,7 @@ class Threads:
         owners = self._of.setdefault(of, {})
         if owner not in owners:
             name = f"rowmesh-{owner}"
-            owners[owner] = ThreadPoolExecutor(
-                max_workers=1, thread_name_prefix=name, initializer=self._starting
-            )
+            owners[owner] = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         return owners[owner].submit(work)
 
     def end(self) -> None:

@@ -109,7 +109,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise InputError("rm.Optimizer.step takes no closure")
-        lr = self.param_groups[-1]["lr"]
+        lr = float(self.param_groups[-1]["lr"])  # a tensor may change before what follows the step
         if self._pending is None:
             self._buckets.launch()
             # Rows first: the next batch's may wait for them, and dense sums travel meanwhile.
