@@ -107,7 +107,7 @@ def curve(**changes: Any) -> dict[str, Any]:
         }
 
     rows = [row("cold", 0, 200.0), row("k=9", 9, 100.0, is_model=True), row("all", 99, 150.0)]
-    case = {"hosts": 2, "local": 2, "rate": "200mbit", "alpha": 1.2, "dedup": False}
+    case = {"hosts": 2, "local": 2, "rate": "200mbit", "alpha": 1.2, "dedup": False, "depth": 2}
     return case | {"model": {"coverage": 0.9}, "rows": rows} | changes
 
 

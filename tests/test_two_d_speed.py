@@ -79,7 +79,7 @@ def test_verdicts_follow_the_figures() -> None:
     bad = judge_speed(case([3.0, 2.0, 1.0], [10.0, 20.0, 30.0], exact=False))
     assert (bad["loss"], bad["chosen"], bad["best"]) == (2.0, "N=2", "N=0")
     assert not bad["bytes_are_exact"]
-    setting = {"alpha": 1.05, "batch": 32, "rounds": 1, "steps": 2}
+    setting = {"alpha": 1.05, "batch": 32, "rounds": 1, "steps": 2, "depth": 2}
     cases = [case([3.0, 2.0], [1.0, 2.0], exact=False)]
     text = render_speed({"setting": setting, "cases": cases})
     assert "(N=1) takes 100.0% longer than the best (N=0)" in text

@@ -44,6 +44,7 @@ def p2res_command(
     batch: Annotated[int, typer.Option(help="Samples per rank and step.")] = 2048,
     points: Annotated[int, typer.Option(help="Values of k between none and all.")] = 8,
     rounds: Annotated[int, typer.Option(help="Every plan runs once in a round.")] = 7,
+    depth: Annotated[int, typer.Option(help="Batches begun at a time.")] = 2,
     data: Annotated[
         Path, typer.Option(help="Folder of clicks, movietweetings, sequences for coverage.")
     ] = Path("../shared/data"),
@@ -70,6 +71,7 @@ def p2res_command(
             batch=batch,
             points=points,
             rounds=rounds,
+            depth=depth,
         )
         for suffix in (".md", ".json", ".svg"):
             way_out = "give --out a name in a folder that exists"
@@ -107,6 +109,7 @@ def flexshard_command(
     batch: Annotated[int, typer.Option(help="Samples per rank and step.")] = 512,
     length: Annotated[float, typer.Option(help="Mean items of a history.")] = 20.0,
     rounds: Annotated[int, typer.Option(help="Every plan runs once in a round.")] = 5,
+    depth: Annotated[int, typer.Option(help="Batches begun at a time.")] = 2,
     parts: Annotated[str, typer.Option(help="tiers, drift, or both; drift needs no root.")] = (
         "tiers,drift"
     ),
@@ -130,6 +133,7 @@ def flexshard_command(
             batch=batch,
             length=length,
             rounds=rounds,
+            depth=depth,
         )
         wanted = _parts(parts, ("tiers", "drift"))
         for suffix in (".md", ".json"):

@@ -54,6 +54,7 @@ def two_d_command(
     cap: Annotated[int, typer.Option(help="Most rows of a table that is timed.")] = 100_000,
     batch: Annotated[int, typer.Option(help="Samples per rank and step that are timed.")] = 2048,
     rounds: Annotated[int, typer.Option(help="Every plan runs once in a round.")] = 5,
+    depth: Annotated[int, typer.Option(help="Batches begun at a time, timed.")] = 2,
     workers: Annotated[int, typer.Option(min=1, help="Processes that train.")] = 2,
     quick: Annotated[bool, typer.Option(help="2 seeds, one round: shows that it works.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdicts as JSON.")] = False,
@@ -84,6 +85,7 @@ def two_d_command(
             cap=cap,
             batch=batch,
             rounds=1 if quick else rounds,
+            depth=depth,
         )
         if "quality" in wanted:
             runs_of(what)  # complains before hours have passed

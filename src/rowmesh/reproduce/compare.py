@@ -1,7 +1,9 @@
 """Plans of one model side by side on one mesh: time, messages and bytes of each."""
 
+import itertools
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Protocol
@@ -14,6 +16,7 @@ from rowmesh.placement.memory import bytes_per_rank
 from rowmesh.reproduce.collisions import share_of_collisions
 from rowmesh.runtime.embeddings import sharded_engines
 from rowmesh.runtime.optimizer import Optimizer
+from rowmesh.runtime.pipeline import Pipeline
 from rowmesh.runtime.shard import shard
 from rowmesh.trace.summary import summarise
 from rowmesh.train.config import RunConfig
@@ -60,8 +63,8 @@ class Contest:
 def compare(contest: Contest, plans: Sequence[Told], mesh: Mesh) -> list[dict[str, Any]]:
     """Every plan's milliseconds, messages and bytes; the same on all ranks.
 
-    They run round by round, in turn, forward and then backward through the list, on the same
-    batches. Then a few steps of each are traced.
+    They run round by round, in turn, forward and then backward through the list, each in a loop of
+    its own over the same batches, as deep as its plan. Then a few steps of each are traced.
 
     Collective:
         All ranks.
@@ -73,15 +76,17 @@ def compare(contest: Contest, plans: Sequence[Told], mesh: Mesh) -> list[dict[st
         [source.batch_at(rank, step).sparse_features for rank in range(mesh.world)]
         for step in numbers
     ]
-    runs = [_Run(contest.config, told.plan, mesh) for told in plans]
-    exact = [run.check_bytes(batches[0], asked[0]) for run in runs]
+    runs = [_Run(contest.config, told.plan, mesh, batches) for told in plans]
+    exact = [run.check_bytes(asked[0]) for run in runs]
     times: list[list[float]] = [[] for _ in runs]
     for number in range(contest.rounds):
         order = range(len(runs)) if number % 2 == 0 else reversed(range(len(runs)))
         for i in order:
-            runs[i].steps(batches[:1])
-            times[i].append(1e3 * runs[i].steps(batches[1:]) / contest.steps)
-    flights = [run.trace(batches[1:]) for run in runs]
+            runs[i].steps(1)  # also what was left of the turn before
+            times[i].append(1e3 * runs[i].steps(contest.steps) / contest.steps)
+    flights = [run.trace(contest.steps) for run in runs]
+    for run in runs:
+        run.close()
     return [
         {
             "name": told.name,
@@ -106,47 +111,59 @@ def compare(contest: Contest, plans: Sequence[Told], mesh: Mesh) -> list[dict[st
 
 
 class _Run:
-    """A model under one plan."""
+    """A model under one plan, and its loop, which goes round the batches."""
 
-    def __init__(self, config: RunConfig, plan: Plan, mesh: Mesh) -> None:
-        self._plan, self._mesh = plan, mesh
+    def __init__(self, config: RunConfig, plan: Plan, mesh: Mesh, batches: Sequence[Batch]) -> None:
+        self._plan, self._mesh, self._first = plan, mesh, batches[0]
         model = build_model(config.model, config.data, seed=config.seed, device=mesh.device)
         self._model = shard(model, plan, mesh)
         settings = config.optimiser
         self._optimizer = Optimizer(self._model, dense=settings.make_dense, sparse=settings.rule)
         self.predicted: list[_Ledgers] = []  # of the steps from one sync of replicas to the next
+        self._loop = self._batches(itertools.cycle(batches))
 
-    def check_bytes(self, batch: Batch, asked: list[KeyedJaggedTensor]) -> bool:
-        """Steps between syncs; whether every rank sent what `predict` says of all batches."""
+    def _batches(self, loader: Iterable[Batch]) -> Generator[Batch]:
+        yield from Pipeline(self._model).batches(loader)
+
+    def close(self) -> None:
+        """End its loop."""
+        self._loop.close()
+
+    def check_bytes(self, asked: list[KeyedJaggedTensor]) -> bool:
+        """A loop from one sync to the one after the next; whether every rank sent what `predict`
+        says of all batches."""
         mesh, plan = self._mesh, self._plan
         period = plan.sync.period if plan.has_replicas else 1
         self.predicted = [predict(plan, asked, earlier=[asked] * n) for n in range(period)]
-        self.steps([batch] * period)
-        is_exact = True
-        for predicted in self.predicted:
-            mesh.ledger.reset()
+        last = predict(plan, asked, earlier=[asked] * (period - 1), is_last=True)
+        mesh.ledger.reset()
+        for batch in self._batches([self._first] * (2 * period)):
             self._step(batch)
-            self._finish()
-            is_exact &= mesh.ledger.by_edge() == predicted[mesh.rank]
+        self._finish()
+        expected: Counter[tuple[str, str]] = Counter()
+        for ledgers in (*self.predicted, *self.predicted[:-1], last):
+            expected.update(_flat(ledgers[mesh.rank]))
+        is_exact = _flat(mesh.ledger.by_edge()) == expected
         return all(mesh.gather_objects(is_exact, edge=None))
 
-    def steps(self, batches: list[Batch]) -> float:
-        """Seconds from when all ranks begin to when all have ended."""
+    def steps(self, count: int) -> float:
+        """Seconds from when all ranks begin to when all have ended; of what follows the last step
+        the next turn's first has the time."""
         self._mesh.total(0.0, edge=None)
         start = time.perf_counter()
-        for batch in batches:
-            self._step(batch)
+        for _ in range(count):
+            self._step(next(self._loop))
         self._finish()
         self._mesh.total(0.0, edge=None)
         return time.perf_counter() - start
 
-    def trace(self, batches: list[Batch]) -> tuple[float, float]:
+    def trace(self, count: int) -> tuple[float, float]:
         """Milliseconds of a step with a message in flight, and with nothing to do but wait."""
         mesh = self._mesh
-        for number, batch in enumerate(batches):
+        for number in range(count):
             mesh.total(0.0, edge=None)
             mesh.trace.begin_step(number)
-            self._step(batch)
+            self._step(next(self._loop))
             mesh.trace.end_step()
         recording = mesh.trace.take(rank=mesh.rank, host=mesh.topology.host(mesh.rank))
         summary = summarise(mesh.gather_objects(recording, edge=None))
@@ -164,6 +181,10 @@ class _Run:
         self._mesh.mean(self._model(batch)).backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
+
+
+def _flat(ledger: dict[str, dict[str, int]]) -> Counter[tuple[str, str]]:
+    return Counter({(edge, at): n for edge, links in ledger.items() for at, n in links.items()})
 
 
 def _num_hot(plan: Plan, copies: Copies) -> int:

@@ -15,6 +15,7 @@ from rowmesh.errors import InputError, check_range
 from rowmesh.lab import parse_rate
 from rowmesh.placement import Plan
 from rowmesh.placement.memory import RULE_STATES, bytes_per_rank
+from rowmesh.placement.rules import MAX_DEPTH
 from rowmesh.planners import RowTiers, make_plan
 from rowmesh.reproduce.compare import Contest, Told, compare
 from rowmesh.reproduce.hosts import measure_on_hosts
@@ -46,6 +47,7 @@ class FlexShard:
         batch: Samples of a rank.
         length: Mean items of a history.
         rounds: In each every plan runs once.
+        depth: Batches begun at a time.
     """
 
     shapes: tuple[tuple[int, int], ...] = ((2, 2), (4, 1))
@@ -58,6 +60,7 @@ class FlexShard:
     batch: int = 512
     length: float = 20.0
     rounds: int = 5
+    depth: int = 2
 
     def __post_init__(self) -> None:
         for rate in self.rates:
@@ -70,6 +73,7 @@ class FlexShard:
         check_range("items", self.items, 2)
         for name in ("dim", "batch", "rounds", "length"):
             check_range(name, getattr(self, name), 1)
+        check_range("depth", self.depth, 1, MAX_DEPTH)
 
 
 def config_of(asked: FlexShard, *, drift_every: int | None = None) -> RunConfig:
@@ -118,6 +122,7 @@ def compare_tiers(
         "local": mesh.topology.local,
         "alpha": asked.alpha,
         "dedup": dedup,
+        "depth": asked.depth,
         "merged_mb": merged,
         "rows": rows,
     }
@@ -144,6 +149,8 @@ def _plans(
         exchange="rows",
         dedup=dedup,
         rates=rates,
+        cost=cost,
+        depth=asked.depth,
     )
     named = [("row-wise", row_wise)]
     kinds = [("hot", False, 0.0), ("hot, forward", False, 1.0)]

@@ -61,6 +61,8 @@ def render_flexshard(cases: Sequence[dict[str, Any]], drifts: Sequence[dict[str,
         "under way; exposed: of these, those in which a rank does nothing but wait.",
         "",
     ]
+    if cases:
+        lines += [f"Batches begun at a time: {cases[0]['depth']}.", ""]
     for case in cases:
         lines += _render_case(case, cases)
     if drifts:

@@ -9,6 +9,7 @@ from typing import Any
 from rowmesh.data import SyntheticClicks
 from rowmesh.errors import InputError, check_range
 from rowmesh.lab import parse_rate
+from rowmesh.placement.rules import MAX_DEPTH
 from rowmesh.reproduce.hosts import measure_on_hosts
 from rowmesh.reproduce.sweep import Setting
 from rowmesh.train.config import RunConfig
@@ -31,6 +32,7 @@ class P2res:
         batch: Samples of a rank.
         points: Values of k between 0 and all rows that were asked for.
         rounds: In each every plan runs once.
+        depth: Batches begun at a time.
     """
 
     shapes: tuple[tuple[int, int], ...] = ((2, 2), (4, 1))
@@ -42,6 +44,7 @@ class P2res:
     batch: int = 2048
     points: int = 8
     rounds: int = 7
+    depth: int = 2
 
     def __post_init__(self) -> None:
         for rate in self.rates:
@@ -53,6 +56,7 @@ class P2res:
             check_range(name, getattr(self, name), 1)
         for alpha in self.alphas:
             check_range("alpha", alpha, 0, 100)
+        check_range("depth", self.depth, 1, MAX_DEPTH)
 
 
 def settings_of(asked: dict[str, Any]) -> list[Setting]:
@@ -68,6 +72,7 @@ def settings_of(asked: dict[str, Any]) -> list[Setting]:
             dedup=dedup,
             points=asked["points"],
             rounds=asked["rounds"],
+            depth=asked["depth"],
         )
         for alpha in asked["alphas"]
         for dedup in asked["dedups"]

@@ -32,6 +32,7 @@ class Setting:
         points: Values of k between 0 and all candidates.
         counted: Batches of rank 0 that the statistics are of.
         rounds: In each, every plan runs once.
+        depth: Batches begun at a time.
     """
 
     config: RunConfig
@@ -39,6 +40,7 @@ class Setting:
     points: int = 8
     counted: int = 32
     rounds: int = 7
+    depth: int = 2
 
 
 def sweep(setting: Setting, mesh: Mesh, calibration: Calibration) -> dict[str, Any]:
@@ -60,6 +62,7 @@ def sweep(setting: Setting, mesh: Mesh, calibration: Calibration) -> dict[str, A
         "local": mesh.topology.local,
         "alpha": config.data.alpha,
         "dedup": setting.dedup,
+        "depth": setting.depth,
         "model": dataclasses.asdict(chosen.hot),
         "rows": [
             row | {"is_model": told.plan == chosen} for row, told in zip(rows, plans, strict=True)
@@ -86,6 +89,8 @@ def _plans(setting: Setting, mesh: Mesh, calibration: Calibration) -> tuple[list
         exchange="rows",
         dedup=setting.dedup,
         rates=rates,
+        cost=cost,
+        depth=setting.depth,
     )
     hot = HotRows([cold], stats, rates=rates, cost=cost, state=state, per_host=False)
     grid = [round(hot.most ** (i / setting.points)) for i in range(1, setting.points + 1)]

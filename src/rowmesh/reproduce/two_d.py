@@ -70,8 +70,8 @@ def run_speed(what: Speed, *, on_stage: Callable[[str], None]) -> dict[str, Any]
         LabError: If ranks fail.
     """
     cases = list(measure_speed(what, on_stage=on_stage))
-    steps = steps_of(what)
-    setting = {"alpha": what.alpha, "batch": what.batch, "rounds": what.rounds, "steps": steps}
+    names = ("alpha", "batch", "rounds", "depth")
+    setting = {name: getattr(what, name) for name in names} | {"steps": steps_of(what)}
     return {"setting": setting, "cases": cases, "verdicts": [judge_speed(c) for c in cases]}
 
 

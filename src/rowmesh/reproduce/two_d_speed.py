@@ -14,6 +14,7 @@ from rowmesh.cost import Calibration, plan_time
 from rowmesh.data import SyntheticClicks
 from rowmesh.errors import InputError, check_range
 from rowmesh.lab import parse_rate
+from rowmesh.placement.rules import MAX_DEPTH
 from rowmesh.planners import list_meshes, make_plan, parse_sync
 from rowmesh.reproduce.compare import Contest, Told, compare
 from rowmesh.reproduce.hosts import measure_on_hosts
@@ -41,6 +42,7 @@ class Speed:
         dim: Columns of the tables.
         batch: Samples of a rank.
         rounds: In each every plan runs once.
+        depth: Batches begun at a time.
     """
 
     shapes: tuple[tuple[int, int], ...] = ((2, 2), (4, 1))
@@ -51,6 +53,7 @@ class Speed:
     dim: int = 64
     batch: int = 2048
     rounds: int = 5
+    depth: int = 2
 
     def __post_init__(self) -> None:
         for rate in self.rates:
@@ -61,6 +64,7 @@ class Speed:
         for name in ("cap", "dim", "batch", "rounds"):
             check_range(name, getattr(self, name), 1)
         check_range("alpha", self.alpha, 0, 100)
+        check_range("depth", self.depth, 1, MAX_DEPTH)
 
 
 def config_of(asked: Speed) -> RunConfig:
@@ -98,6 +102,7 @@ def compare_groups(asked: Speed, mesh: Mesh, calibration: Calibration) -> dict[s
         "hosts": mesh.topology.hosts,
         "local": mesh.topology.local,
         "alpha": asked.alpha,
+        "depth": asked.depth,
         "rows": [row | more for row, more in zip(rows, of_plan, strict=True)],
     }
 
@@ -123,6 +128,7 @@ def _plans(asked: Speed, mesh: Mesh, calibration: Calibration) -> list[Told]:
                 stats=stats,
                 rates=rates,
                 cost=cost,
+                depth=asked.depth,
                 groups=shape.group,
                 layout=shape.layout,
                 sync=parse_sync("gradients" if sync == "none" else sync),

@@ -26,7 +26,8 @@ _SPEED = """\
 ## Step time on emulated hosts
 
 Tables of Criteo's sizes placed by the planner for each size and layout, {batch} samples a rank,
-Zipf {alpha}; plans run in turn on the same batches, {rounds} rounds of {steps} steps, medians.
+Zipf {alpha}; plans run in turn on the same batches, {depth} begun at a time, {rounds} rounds of
+{steps} steps, medians.
 `model` is what the calibrated cost model told before. MB are what a host sends in a step, mean over
 steps. Exposed is the time a rank does nothing but wait for messages.
 """
