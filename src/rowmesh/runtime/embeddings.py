@@ -162,7 +162,6 @@ class ShardedEngine:
             self._answer(fetch)
         with phase("vectors"):
             fetches.arrive(fetch)
-        self.rest.launch()  # not before: the link is for what the forward waits for
         with phase("pool"):
             return fetch.features, self._pool(fetch)
 
@@ -236,7 +235,7 @@ class ShardedEngine:
 
     def _answer(self, fetch: Fetch) -> None:
         """Send and await all vectors that have not been sent ahead."""
-        if fetch.under_way:  # else they are awaited since its ids were sent
+        if fetch.under_way is not None:  # else they are awaited since its ids were sent
             self.fetches.await_vectors(fetch)
         self.fetches.fetch_relayed(fetch)
         with self.mesh.trace.phase("lookup"):
@@ -261,7 +260,7 @@ class ShardedEngine:
                 asked=fetch.asked,
                 relayed=fetch.relayed,
                 merged=fetch.merged,
-                is_marked=bool(fetch.under_way),
+                is_marked=fetch.under_way is not None,
             )
             self.tickets.append(ticket)
             vectors = Lookup.apply(self, ticket, self.anchor, *vectors)  # type: ignore[no-untyped-call]

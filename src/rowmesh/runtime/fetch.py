@@ -81,7 +81,7 @@ class Fetch:
     num_syncs: int = 0
     version: int = 0
     is_ahead: bool = False
-    under_way: list[Task[None]] = field(default_factory=list)
+    under_way: Task[None] | None = None
     hearing: tuple[Tensor, Handle] | None = None
     counts: list[list[int]] = field(default_factory=list)
     asked: list[Sequence[Request]] = field(default_factory=list)
@@ -108,9 +108,7 @@ class Fetch:
 
     def wait(self) -> None:
         """Return when other threads have done what they do ahead."""
-        if self.needs is not None:
-            self.needs.launch()  # else that would wait for this thread
-        for work in (*self.under_way, self.answering):
+        for work in (self.under_way, self.answering):
             if work is not None:
                 work.result()
 

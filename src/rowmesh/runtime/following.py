@@ -2,7 +2,7 @@
 
 A row's update need only be done before the row is read again. So of a step whose next batch has
 been begun ahead, only the gradients of rows which that batch asks for are waited for; the others
-cross under its forward, when what that waits for has arrived (docs/notes/look_ahead.md).
+cross under its forward, when the rows that it waits for have crossed (docs/notes/look_ahead.md).
 """
 
 import threading
@@ -25,35 +25,25 @@ class Following:
     def __init__(self, reader: int, begin: Callable[[], Task[None]]) -> None:
         self.reader, self._begin = reader, begin
         self._task: Task[None] | None = None
-        self._calls: list[Callable[[], None]] = []
         self._lock = threading.Lock()
 
-    def launch(self) -> None:
-        """Begin, if it has not begun; then do what waits for that."""
+    def launch(self) -> Task[None]:
+        """Begin, if it has not begun."""
         with self._lock:
             if self._task is None:
                 self._task = self._begin()
-            calls, self._calls = self._calls, []
-        for call in calls:
-            call()
-
-    def when_launched(self, call: Callable[[], None]) -> None:
-        """Do ``call`` when it has begun: so no thread waits for one that may never begin."""
-        with self._lock:
-            if self._task is None:
-                self._calls.append(call)
-                return
-        call()
+            return self._task
 
     def wait(self) -> None:
         """Return when the rows have their new values."""
-        self.launch()
-        assert self._task is not None
-        self._task.result()
+        self.launch().result()
 
 
 class Rest:
     """What is left to do of an engine's last step.
+
+    A step launches it at its end, so that it needs nothing more of any rank's training thread: a
+    rank may wait for it alone.
 
     Args:
         mesh: Of the engine.
@@ -64,16 +54,12 @@ class Rest:
         self.following: Following | None = None
 
     def launch(self) -> None:
-        """Begin it: every rank does, in no order with others."""
+        """Begin it, if anything is left."""
         if self.following is not None:
             self.following.launch()
 
     def finish(self, *, but_for: int | None = None) -> None:
-        """Wait for it, unless the forward numbered ``but_for`` may go before.
-
-        Collective:
-            All ranks.
-        """
+        """Wait for it, unless the forward numbered ``but_for`` may go before."""
         if self.following is not None and self.following.reader != but_for:
             with self._mesh.trace.phase("wait gradients"):
                 self.following.wait()

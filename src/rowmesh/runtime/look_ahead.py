@@ -5,8 +5,7 @@ those that a batch before it asked for too and whose step is not done; it sends 
 row, then the unmarked rows. The others follow after the step (docs/notes/look_ahead.md).
 """
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -129,8 +128,6 @@ class LookAhead:
     def begin(self, fetch: Fetch, unmarked: Sequence[Ticket], replicas: Together | None) -> None:
         """Have a thread do what a fetch needs before its forward.
 
-        Rows can be sent when the gradients that follow an earlier step have begun to arrive.
-
         Args:
             fetch: Whose counts have been told.
             unmarked: Forwards that were not begun ahead, and whose steps are not done.
@@ -140,21 +137,13 @@ class LookAhead:
             fetch.before, fetch.about = self.begun[-1], self.begun[-1].number
         self.begun.append(fetch)
 
-        def run(work: Callable[[], None]) -> None:
-            task = self._mesh.later(f"batches ahead of {self._path}", work, of=self._pool)
-            fetch.under_way.append(task)
-
-        def hear() -> None:
+        def work() -> None:
             with self._mesh.trace.phase("ahead"), torch.no_grad():
                 self._fetches.hear(fetch)
-                if not fetch.bad_ranks:
-                    self._fetches.make_buffers(fetch)
-                    self._fetches.hear_asked(fetch, self._fetches.ask(fetch))
-
-        def send() -> None:
-            if not fetch.asked:
-                return  # a batch is bad, or nothing was heard, which its forward will say
-            with self._mesh.trace.phase("ahead"), torch.no_grad():
+                if fetch.bad_ranks:
+                    return  # which its forward will say
+                self._fetches.make_buffers(fetch)
+                self._fetches.hear_asked(fetch, self._fetches.ask(fetch))
                 if replicas is not None:
                     replicas.wait()
                 if fetch.needs is not None:
@@ -165,11 +154,7 @@ class LookAhead:
                 self.send_early(fetch)
                 fetch.before = None
 
-        run(hear)
-        if fetch.needs is None:
-            run(send)
-        else:
-            fetch.needs.when_launched(functools.partial(run, send))
+        fetch.under_way = self._mesh.later(f"batches ahead of {self._path}", work, of=self._pool)
 
     def settle(self) -> None:
         """Wait for messages of dropped fetches."""

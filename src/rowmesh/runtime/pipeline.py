@@ -109,7 +109,6 @@ class Pipeline:
         finally:
             for engine in self._engines:
                 engine.drop_ahead(owner=owner)
-                engine.rest.launch()  # no forward may come that does: peers need not wait for it
 
     def _begin(self, batch: Any, is_last: bool, owner: object) -> list[Fetch]:
         found = self._features(batch)
