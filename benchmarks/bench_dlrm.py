@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from choosing import add_plan_flags, choose_plan, summary
-from cores import bind_to_own_cores
+from cores import add_own_cores_flag, bind_to_own_cores
 from dense_step import DENSE, EPS, dense_parts, sizes
 from forecasting import Foretold, forecast_ms, pairs
 from racing.gates import Gate
@@ -223,7 +223,7 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
     )
     add_plan_flags(p)
-    p.add_argument("--own-cores", action="store_true", help="for every rank of a host")
+    add_own_cores_flag(p)
     p.add_argument("--show-plan", action="store_true", help="print the plan first")
     p.add_argument("--cap", type=float, default=1e6, help="most rows of a table")
     p.add_argument("--dim", type=int, default=64)

@@ -6,10 +6,28 @@ bound; threads that communicate, started before, go where there is room. A bench
 its own processes; a library may not, since what its user starts later would be bound as well.
 """
 
+import argparse
 import os
 from collections.abc import Collection
+from typing import Any
 
-__all__ = ["bind_to_own_cores", "share"]
+__all__ = ["add_own_cores_flag", "bind_to_own_cores", "share"]
+
+
+def add_own_cores_flag(parser: argparse.ArgumentParser) -> None:
+    """``--own-cores``, refused where there are no ranks of a host, or no way to bind them."""
+    parser.add_argument(
+        "--own-cores", action=_OwnCores, nargs=0, default=False, help="for every rank of a host"
+    )
+
+
+class _OwnCores(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, args: Any, *_: object) -> None:
+        if not hasattr(os, "sched_setaffinity"):
+            parser.error("--own-cores: this system cannot bind a thread to cores")
+        if "LOCAL_RANK" not in os.environ:
+            parser.error("--own-cores divides a host's cores among torchrun's ranks: use torchrun")
+        setattr(args, self.dest, True)
 
 
 def share(cores: Collection[int], *, index: int, parts: int) -> list[int]:

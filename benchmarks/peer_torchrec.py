@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 import torchrec
-from cores import bind_to_own_cores
+from cores import add_own_cores_flag, bind_to_own_cores
 from racing.gates import Gate
 from racing.rounds import nic_bytes, timed
 from torch import Tensor, nn
@@ -155,7 +155,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, default=10, help="distinct batches, used in turn")
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights")
     parser.add_argument("--default-malloc", action="store_true", help="as in bench_dlrm.py")
-    parser.add_argument("--own-cores", action="store_true", help="as in bench_dlrm.py")
+    add_own_cores_flag(parser)
     parser.add_argument("--losses", action="store_true", help="of all steps, warm-up included")
     parser.add_argument("--gate", help="as in bench_dlrm.py")
     return parser.parse_args()

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 import rowmesh as rm
 from rowmesh.cli import app
+from rowmesh.cli.workload import Knowledge, read_workload
 from rowmesh.cli.plan import _parse_bytes
 from rowmesh.placement import Exchange, HotSet, Plan, Predicted, Tier
 from rowmesh.placement.diff import Change, diff_plans
@@ -347,3 +348,13 @@ def test_available_memory_is_what_control_groups_leave(
 def test_memory_of_this_very_machine() -> None:
     found = measure_memory(1)
     assert found is None or 1 << 20 < found < 1 << 50
+
+
+def test_with_a_calibration_the_dense_layers_count_whatever_is_asked_for() -> None:
+    """As in `rowmesh train`: what ``auto`` takes depends on their time."""
+    timed = read_workload(
+        Path("demo"), batch_size=1, alpha=1.0, knowledge=Knowledge(calibration="any.json")
+    )
+    assert timed.work is not None
+    assert min(timed.work) > 0.0
+    assert read_workload(Path("demo"), batch_size=1, alpha=1.0).work is None

@@ -1,5 +1,6 @@
 """Ranks of a host divide its cores, in benchmarks."""
 
+import argparse
 import os
 import threading
 from collections import Counter
@@ -8,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from benchmarks.cores import bind_to_own_cores, share
+from benchmarks.cores import add_own_cores_flag, bind_to_own_cores, share
 
 ALL = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
@@ -26,6 +27,25 @@ def test_shares_are_even(cores: set[int], parts: int) -> None:
         assert shares == sorted(shares), "neighbours have neighbouring cores"
     else:
         assert max(uses.values()) - min(uses.values()) <= 1
+
+
+@pytest.mark.parametrize("local_rank", [None, "0"])
+def test_without_ranks_of_a_host_there_is_nothing_to_divide(
+    local_rank: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        monkeypatch.setattr(os, "sched_setaffinity", print, raising=False)
+    parser = argparse.ArgumentParser()
+    add_own_cores_flag(parser)
+    assert not parser.parse_args([]).own_cores
+    if local_rank is not None:
+        assert parser.parse_args(["--own-cores"]).own_cores
+        return
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args(["--own-cores"])
+    assert "use torchrun" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(len(ALL) < 2, reason="needs two cores and a system that can bind")

@@ -10,6 +10,8 @@ from rowmesh.cost import DenseCost, plan_time
 from rowmesh.cost.early import early_part, early_share, follow_share, late_share
 from rowmesh.cost.totals import expect_each
 from rowmesh.data import SyntheticClicks
+from rowmesh.errors import PlanError
+from rowmesh.placement.memory import bytes_per_rank
 from rowmesh.planners import make_plan, parse_depth
 from rowmesh.stats import Stats
 from rowmesh.topology import Topology
@@ -141,6 +143,16 @@ def test_auto_without_a_calibration_looks_ahead_across_hosts_only() -> None:
     assert plan_at("auto", hosts=1, cost=None).depth == 1
 
 
+@pytest.mark.parametrize("cost", [COST, None])
+def test_auto_looks_ahead_only_where_what_it_remembers_fits(cost: DenseCost | None) -> None:
+    held = max(bytes_per_rank(plan_at(1, cost=cost, split="row_wise")))
+    limits = rm.Constraints(max_bytes_per_rank=held)
+    with pytest.raises(PlanError, match="needs at least"):
+        plan_at(2, cost=cost, split="row_wise", constraints=limits)
+    assert plan_at("auto", cost=cost, split="row_wise", constraints=limits).depth == 1
+    assert plan_at("auto", cost=cost, split="row_wise").depth > 1
+
+
 def test_hot_rows_are_chosen_for_the_depth() -> None:
     """Copies pay more where the rest can be fetched ahead: late rows are the hot ones."""
     cold = plan_at(2)
@@ -156,6 +168,6 @@ def test_hot_rows_are_chosen_for_the_depth() -> None:
 
 def test_what_a_depth_may_be() -> None:
     assert [parse_depth(d) for d in ("auto", "3", 1)] == [None, 3, 1]
-    for wrong in ("deep", 0, 9, "-1"):
+    for wrong in ("deep", 0, 9, "-1", "１"):
         with pytest.raises(rm.InputError, match="say auto, or a number of batches from 1 to 8"):
             parse_depth(wrong)

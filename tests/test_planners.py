@@ -456,6 +456,7 @@ def test_one_answer_whatever_the_order(
     again = plan_tables(shuffled, topology, stats=other, constraints=backwards)
     assert [t.name for t in again.tables] == [t.name for t in shuffled]
     assert {t.name: (t, t.why) for t in again.tables} == {t.name: (t, t.why) for t in plan.tables}
+    assert again.predicted == plan.predicted
 
 
 @LAW
@@ -564,7 +565,9 @@ def test_a_plan_for_512_ranks_and_1000_tables() -> None:
 
 def test_tables_without_room_are_named() -> None:
     small = Topology(hosts=2, local=4, memory_bytes=1 << 20)
-    message = r"table 'a' needs at least 7.916 GiB on a rank \(row_wise rows\), but of 0.001 GiB"
+    message = (
+        r"table 'a' needs at least 7.916 GiB on a rank \(row_wise rows\), but of 1,048,576 byte"
+    )
     with pytest.raises(PlanError, match=message):
         make_plan(bags(bag("a", 10**9)), small)
 

@@ -47,6 +47,11 @@ class Entry:
         return self.role.startswith("ours")
 
     @property
+    def has_own_cores(self) -> bool:
+        """Each of its ranks has its own."""
+        return OWN_CORES in self.flags
+
+    @property
     def script(self) -> Path:
         """What its ranks run."""
         return HERE / ("bench_dlrm.py" if self.is_ours else "peer_torchrec.py")
@@ -69,6 +74,7 @@ THEIRS_PLAIN = Entry(
     name="table-wise, no pipeline",
     flags=("--sharding", "table_wise", "--pipeline", "none"),
 )
+OWN_CORES = "--own-cores"
 AUTO = ("--plan", "auto", "--tiers", "auto", "--depth", "auto")
 
 
@@ -114,10 +120,10 @@ def ours_lossy(exact: Entry, topologies: list[Path], first: Path) -> tuple[Entry
     )
 
 
-def with_own_cores(exact: Entry) -> Entry:
+def with_own_cores(entry: Entry) -> Entry:
     """A setting with cores of its own for every rank (benchmarks/cores.py)."""
-    name = f"{exact.name}, own cores"
-    return Entry(role=exact.role, name=name, flags=(*exact.flags, "--own-cores"))
+    name = f"{entry.name}, own cores"
+    return Entry(role=entry.role, name=name, flags=(*entry.flags, OWN_CORES))
 
 
 def theirs_lossy(exact: Entry) -> tuple[Entry, ...]:

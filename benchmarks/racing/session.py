@@ -112,10 +112,10 @@ def run_group(
         best = {s: {role: _fastest(tried[s], role) for role in EXACT} for s in shapes}
         _keep(place, best)
         for shape in shapes:
-            if first.local > 1:
-                tried[shape] |= trial(shape, [with_own_cores(best[shape][r]) for r in EXACT])
-                best[shape] = {role: _fastest(tried[shape], role) for role in EXACT}
-                _keep(place, best)
+            for role in EXACT if first.local > 1 else ():
+                tried[shape] |= trial(shape, [with_own_cores(best[shape][role])])
+                best[shape][role] = _fastest(tried[shape], role)
+            _keep(place, best)
             others = {
                 "ours_lossy": ours_lossy(best[shape]["ours"], list(files.values()), files[shape]),
                 "theirs_plain": (THEIRS_PLAIN,),
@@ -127,6 +127,10 @@ def run_group(
                 tried[shape] |= trial(shape, candidates)
                 best[shape][role] = _fastest(tried[shape], role)
                 _keep(place, best)  # before the next start: all at once may not fit the memory
+                if first.local > 1 and not best[shape][role].has_own_cores:
+                    tried[shape] |= trial(shape, [with_own_cores(best[shape][role])])
+                    best[shape][role] = _fastest(tried[shape], role)
+                    _keep(place, best)
         least = _least(first, settings)
         for shape in shapes:
             chosen = list(best[shape].values())

@@ -13,7 +13,6 @@ from rowmesh.planners import (
     Constraints,
     blank_table,
     blank_tables,
-    parse_allow,
     parse_constraints,
     parse_tiers,
 )
@@ -86,7 +85,7 @@ class Workload:
     """Tables not yet placed, what a batch asks of them, and what goes with them.
 
     ``dense`` holds the elements of each dense gradient bucket. ``work`` is the flops and parameters
-    of the dense layers, counted where hot rows, groups or codecs depend on it and there is a model.
+    of the dense layers, counted with hot rows or a calibration if there is a model.
     ``settings`` and ``sparse``, the update rule, are a recipe's.
     """
 
@@ -105,8 +104,7 @@ def workload_of_run(config: RunConfig, *, knowledge: Knowledge = _ASSUMED) -> Wo
     tables, dense = blank_tables(model)
     settings = knowledge.within(config.plan)
     has_hot_rows = parse_tiers(settings.tiers) != 0
-    is_timed = settings.groups == "auto" or parse_allow(settings.allow)
-    depends = has_hot_rows or (is_timed and settings.topology is not None)
+    depends = has_hot_rows or settings.topology is not None
     if settings.profile is None and not has_hot_rows:
         stats = assume_stats(model, config.data)
     else:

@@ -27,7 +27,8 @@ def expect_tables(
 ) -> Load:
     """The sum over the plan's tables, without the sync of their replicas."""
     loads = expect_each(plan, accesses, state=state, rates=rates)
-    return sum(loads.values(), no_load(plan.mesh.topology.world))
+    in_order = (loads[name] for name in sorted(loads))  # the same bits in any order of tables
+    return sum(in_order, no_load(plan.mesh.topology.world))
 
 
 def expect_each(
@@ -64,7 +65,7 @@ def expect_sync(
 ) -> Load:
     """What replicas of the plan's tables send each other, mean over steps."""
     total = no_load(plan.mesh.topology.world)
-    for table in plan.tables:
+    for table in sorted(plan.tables, key=lambda table: table.name):
         total += expect_table_sync(
             table,
             accesses[table.name],

@@ -85,9 +85,10 @@ def bytes_per_rank(
                 held = hot_bytes(table, tier, tier.rows.count, plan.mesh.local, state=state)
             else:
                 held = tier_bytes(table, tier, state=state)
-            groups = plan.groups(table)
-            for group in range(groups.count if tier.copies is Copies.GROUP else 1):
-                ranks = groups.move(tier.ranks, group) if groups.count > 1 else tier.ranks
+            groups, holders_of = plan.groups(table), [tier.ranks]
+            if tier.copies is Copies.GROUP and groups.count > 1:  # else all ranks are listed
+                holders_of = [groups.move(tier.ranks, group) for group in range(groups.count)]
+            for ranks in holders_of:
                 for rank, num_bytes in zip(ranks, held, strict=True):
                     totals[rank] += num_bytes
     return totals

@@ -1,9 +1,10 @@
 """How many batches are begun at a time: what makes a step shortest."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from rowmesh.errors import InputError
+from rowmesh.errors import InputError, PlanError
 from rowmesh.placement import MeshShape, Plan
 from rowmesh.placement.rules import MAX_DEPTH
 from rowmesh.planners.merging import choose_merged
@@ -20,7 +21,8 @@ def parse_depth(value: str | int) -> int | None:
     """
     if value == "auto":
         return None
-    number = int(value) if str(value).isdecimal() else 0
+    text = str(value)
+    number = int(text) if text.isascii() and text.isdecimal() else 0
     if not 1 <= number <= MAX_DEPTH:
         raise InputError(f"depth {value!r}: say auto, or a number of batches from 1 to {MAX_DEPTH}")
     return number
@@ -36,20 +38,27 @@ def choose_depth(
     """The plan of `choose_merged` at the given depth, or at the one whose step is shortest.
 
     Depths 1 and 2 are planned each for itself, since hot rows are worth more where the rest can
-    be fetched ahead; depth 3 is the plan of 2, deeper. One that gains less than 2.5 % is not taken.
+    be fetched ahead; depth 3 is the plan of 2, deeper. One that gains less than 2.5 % is not taken,
+    nor one that does not fit, since look-ahead remembers every row.
 
     Raises:
         PlanError: As `choose_merged`.
     """
-    if depth is None and (problem.cost is None or problem.topology.world == 1):
-        depth = 2 if problem.topology.hosts > 1 else 1
     if depth is not None:
         return choose_merged(replace(problem, depth=depth), meshes, on_progress=on_progress)
+    ahead = replace(problem, depth=2)
+    if problem.cost is None or problem.topology.world == 1:
+        if problem.topology.hosts > 1:
+            with contextlib.suppress(PlanError):
+                return choose_merged(ahead, meshes, on_progress=on_progress)
+        return choose_merged(problem, meshes, on_progress=on_progress)
     best = choose_merged(problem, meshes, on_progress=lambda share: on_progress(share / 2))
-    second = choose_merged(
-        replace(problem, depth=2), meshes, on_progress=lambda share: on_progress((1 + share) / 2)
-    )
-    assert problem.cost is not None
+    try:
+        second = choose_merged(
+            ahead, meshes, on_progress=lambda share: on_progress((1 + share) / 2)
+        )
+    except PlanError:
+        return best
     for plan in (second, replace(second, depth=3)):
         least = problem.step_s(best, problem.cost) * (1.0 - LEAST_GAIN)
         if problem.step_s(plan, problem.cost) < least:

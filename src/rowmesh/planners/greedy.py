@@ -261,9 +261,9 @@ class Greedy:
         assert limit is not None
         rank = max(unit.ranks, key=lambda r: (room[r], -r))
         return PlanError(
-            f"{unit.label} needs at least {_gib(least.draft.need)} GiB on a rank "
-            f"({least.option.word}), but of {_gib(limit)} GiB rank {rank} has most left, "
-            f"{_gib(int(room[rank]))}: add ranks or memory, or pin fewer tables"
+            f"{unit.label} needs at least {_size(least.draft.need)} on a rank "
+            f"({least.option.word}), but of {_size(limit)} rank {rank} has most left, "
+            f"{_size(int(room[rank]))}: add ranks or memory, or pin fewer tables"
         )
 
     def _best(self, unit: Unit, options: Sequence[_Sized], *, tries: int) -> Placed | None:
@@ -358,5 +358,6 @@ def _is_less(cost: Cost, other: Cost) -> bool:
     return True
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{max(0, num_bytes) / _GIB:.3f}"
+def _size(num_bytes: int) -> str:
+    held = max(0, num_bytes)
+    return f"{held / _GIB:.3f} GiB" if held >= _GIB / 10 else f"{held:,} bytes"

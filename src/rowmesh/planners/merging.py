@@ -35,7 +35,8 @@ def choose_merged(
     """The plan of `choose_groups` with merged requests, or without if a step is as short so.
 
     With ``auto`` it is planned without and with: merged requests may make hot rows, or copies of
-    small tables, needless. They are merged if a step is at least 2.5 % shorter so.
+    small tables, needless. They are merged if a step is at least 2.5 % shorter so. Dense layers not
+    being known, it is planned with only if merging what is planned without gains as much.
 
     Raises:
         PlanError: As `choose_groups`; or requests are to be merged and cannot be.
@@ -45,6 +46,11 @@ def choose_merged(
             raise PlanError(_cannot_merge(problem))
         return choose_groups(problem, meshes, on_progress=on_progress)
     flat = choose_groups(problem, meshes, on_progress=lambda done: on_progress(done / 2))
+    most = evaluate(flat, problem).step_s * (1.0 - LEAST_GAIN)
+    if problem.merge == "auto" and problem.cost is None:  # all that is compared then: its links
+        screened = (merge_all(flat), merge_all(flat.without_hot_rows()))
+        if all(evaluate(plan, problem).step_s > most for plan in screened):
+            return flat
     again = choose_groups(
         replace(problem, wishes=replace(problem.wishes, merged=True)),
         meshes,
@@ -53,7 +59,6 @@ def choose_merged(
     tried = [plan for plan in (again, merge_all(flat)) if any(t.merged for t in plan.tables)]
     if not tried and problem.merge == "on":
         raise PlanError(_cannot_merge(problem))
-    most = evaluate(flat, problem).step_s * (1.0 - LEAST_GAIN)
     best = min(tried, key=lambda plan: evaluate(plan, problem).step_s, default=flat)
     return flat if problem.merge == "auto" and evaluate(best, problem).step_s > most else best
 

@@ -162,6 +162,7 @@ class ShardedEngine:
             self._answer(fetch)
         with phase("vectors"):
             fetches.arrive(fetch)
+        self.rest.go()  # not before: the link was for what the forward waits for
         with phase("pool"):
             return fetch.features, self._pool(fetch)
 

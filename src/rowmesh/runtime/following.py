@@ -2,7 +2,7 @@
 
 A row's update need only be done before the row is read again. So of a step whose next batch has
 been begun ahead, only the gradients of rows which that batch asks for are waited for; the others
-cross under its forward, when the rows that it waits for have crossed (docs/notes/look_ahead.md).
+cross under its forward, when what that waits for has arrived (docs/notes/look_ahead.md).
 """
 
 import threading
@@ -13,37 +13,46 @@ from rowmesh.comm.tasks import Task
 
 __all__ = ["Following", "Rest"]
 
+_PATIENCE_S = 2.0
+
 
 class Following:
-    """Gradients to be exchanged after their step, and the update of their rows.
+    """Gradients that are exchanged after their step, and the update of their rows.
+
+    A thread of its own does it: when it is told to `go`, or after two seconds. So it needs no
+    training thread to come back, of this rank or another, and a rank may wait for it alone.
 
     Args:
         reader: Number of the one forward that may read rows before: it reads none of these.
-        begin: Has a communication thread do it.
+        submit: Gives work to that thread.
+        work: To be done.
     """
 
-    def __init__(self, reader: int, begin: Callable[[], Task[None]]) -> None:
-        self.reader, self._begin = reader, begin
-        self._task: Task[None] | None = None
-        self._lock = threading.Lock()
+    def __init__(
+        self,
+        reader: int,
+        submit: Callable[[Callable[[], None]], Task[None]],
+        work: Callable[[], None],
+    ) -> None:
+        self.reader, self._may_go = reader, threading.Event()
 
-    def launch(self) -> Task[None]:
-        """Begin, if it has not begun."""
-        with self._lock:
-            if self._task is None:
-                self._task = self._begin()
-            return self._task
+        def wait_and_work() -> None:
+            self._may_go.wait(_PATIENCE_S)
+            work()
+
+        self._task = submit(wait_and_work)
+
+    def go(self) -> None:
+        """Have it done now."""
+        self._may_go.set()
 
     def wait(self) -> None:
         """Return when the rows have their new values."""
-        self.launch().result()
+        self._task.result()
 
 
 class Rest:
     """What is left to do of an engine's last step.
-
-    A step launches it at its end, so that it needs nothing more of any rank's training thread: a
-    rank may wait for it alone.
 
     Args:
         mesh: Of the engine.
@@ -53,14 +62,15 @@ class Rest:
         self._mesh = mesh
         self.following: Following | None = None
 
-    def launch(self) -> None:
-        """Begin it, if anything is left."""
+    def go(self) -> None:
+        """Have it done now: the link is free."""
         if self.following is not None:
-            self.following.launch()
+            self.following.go()
 
     def finish(self, *, but_for: int | None = None) -> None:
         """Wait for it, unless the forward numbered ``but_for`` may go before."""
         if self.following is not None and self.following.reader != but_for:
+            self.following.go()
             with self._mesh.trace.phase("wait gradients"):
                 self.following.wait()
             self.following = None

@@ -63,7 +63,7 @@ class SparseGradients:
         ]
         self._merges = MergedSums(engine)
         self._merged: Task[tuple[Parts, HostParts]] | None = None
-        self._left: tuple[Fetch, HostParts] | None = None  # for `follow`, and before which forward
+        self._left: tuple[int, HostParts] | None = None  # for `follow`, and before which forward
         self._ahead: Fetch | None = None
         engine.on_all_sent = self._all_sent
 
@@ -103,7 +103,7 @@ class SparseGradients:
                         rows, grads = map(torch.cat, zip(merged[i], part, strict=True))
                         merged[i] = rows, grads
                 elif self._ahead is not None and left.sums:
-                    self._left = self._ahead, left
+                    self._left = self._ahead.number, left
             with phase("coalesce"):
                 found += self._of_merged(merged)
                 found.sort(key=lambda part: part.stack)
@@ -115,26 +115,21 @@ class SparseGradients:
         return found
 
     def follow(self, update: Callable[[list[RowGradient]], None]) -> None:
-        """Leave the gradients that `reduce` left out, if any, to the engine's rest of the step.
-
-        They cross when the rows have that the next forward waits for: the link is for these first.
-        """
+        """Leave the gradients that `reduce` left out, if any, to the engine's rest of the step."""
         if self._left is None:
             return
         (reader, left), self._left = self._left, None
         sequence, engine = self._sequence, self._engine
 
         def work() -> None:
-            if reader.answering is not None:
-                reader.answering.result()
             with torch.no_grad():
                 update(self._of_merged(self._merges.follow(left, sequence)))
-            engine.look_ahead.finish(reader.number - 1)
+            engine.look_ahead.finish(reader - 1)
 
-        begin = functools.partial(
-            engine.mesh.later, f"following gradients of {engine.path}", work, of=engine.pool
+        submit = functools.partial(
+            engine.mesh.later, f"following gradients of {engine.path}", of=engine.pool
         )
-        engine.rest.following = Following(reader.number, begin)
+        engine.rest.following = Following(reader, submit, work)
 
     def _of_merged(self, parts: Parts) -> list[RowGradient]:
         return [self._of_home(i, *coalesce(*part)) for i, part in parts.items()]

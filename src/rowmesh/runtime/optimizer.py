@@ -116,8 +116,6 @@ class Optimizer(torch.optim.Optimizer):
             for number in range(len(self._engines)):
                 self._step_rows(number, self._sum_rows(number, at_once=False), lr)
             self._buckets.reduce()
-            for engine in self._engines:
-                engine.rest.launch()  # the link was for the dense sums
             for sparse, squares, replicas in zip(
                 self._sparse, self._squares, self._replicas, strict=True
             ):

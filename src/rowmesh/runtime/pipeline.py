@@ -109,6 +109,7 @@ class Pipeline:
         finally:
             for engine in self._engines:
                 engine.drop_ahead(owner=owner)
+                engine.rest.go()  # no forward may come that says so
 
     def _begin(self, batch: Any, is_last: bool, owner: object) -> list[Fetch]:
         found = self._features(batch)

@@ -67,17 +67,14 @@ def forecast_step(
 
 
 def plan_of(config: RunConfig, model: nn.Module, topology: Topology) -> Plan:
-    """`plan_run` of a run, told what its dense layers cost where a choice depends on it."""
-    chosen = config.plan
-    depends = chosen.tiers != "off" or "auto" in (chosen.groups, chosen.depth, chosen.merge)
-    needs = config.plan.topology is not None and depends
+    """`plan_run` of a run, told what its dense layers cost where a calibration says it."""
     return plan_run(
         config.plan,
         model,
         config.data,
         topology,
         sparse=config.optimiser.sparse,
-        dense=count_work(config, topology) if needs else None,
+        dense=None if config.plan.topology is None else count_work(config, topology),
     )
 
 
