@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 import rowmesh as rm
 from rowmesh.cli import app
-from rowmesh.cli.workload import Knowledge, read_workload
 from rowmesh.cli.plan import _parse_bytes
+from rowmesh.cli.workload import Knowledge, read_workload
 from rowmesh.placement import Exchange, HotSet, Plan, Predicted, Tier
 from rowmesh.placement.diff import Change, diff_plans
 from rowmesh.placement.memory import bytes_per_rank
