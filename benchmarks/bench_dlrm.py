@@ -87,6 +87,19 @@ class Job:
     plan_s: float
     step: Callable[[int], Tensor]
 
+    def settle(self) -> None:
+        """Wait for gradients that follow the last step, and for batches that have been begun ahead.
+
+        Collective:
+            All ranks.
+        """
+        for engine in sharded_engines(self.model):
+            engine.rest.finish()
+            for fetch in engine.look_ahead.begun:
+                fetch.wait()
+                for handle in fetch.arriving:
+                    handle.wait()
+
     def ahead_rows(self) -> Counter[str]:
         """Rows so far that owners sent ``early``, under an earlier step, and ``late``; of all
         ranks. At depth 1 none is counted. Of a batch that is being begun some may be.
@@ -172,6 +185,7 @@ def measure(args: argparse.Namespace, job: Job) -> dict[str, Any]:
     """
     mesh, losses = job.mesh, []
     rows = job.ahead_rows()
+    job.settle()
     mesh.total(0)
     before = nic_bytes() or (0, 0)
     mesh.ledger.reset()
@@ -181,6 +195,7 @@ def measure(args: argparse.Namespace, job: Job) -> dict[str, Any]:
         marks.append(time.perf_counter())
     cpu = time.process_time() - cpu
     sent = mesh.ledger.by_edge()
+    job.settle()
     mesh.total(0)
     moved = (nic_bytes() or (0, 0))[0] - before[0]
     rows = job.ahead_rows() - rows
@@ -274,7 +289,7 @@ class Work:
         """Times; bytes of every host on its card and in the ledger; whether they were foretold."""
         first, mesh, local = self.number, self.mesh, self.mesh.topology.local
         self.sent.clear()
-        found = timed(self.one, count=count, barrier=lambda: mesh.total(0), settle=self.settle)
+        found = timed(self.one, count=count, barrier=lambda: mesh.total(0), settle=self.job.settle)
         rows = self.job.ahead_rows()
         exact = self.sent == self.foretold.over(first, count)
         cross = sum(n for (_, link), n in self.sent.items() if link == "cross")
@@ -287,14 +302,6 @@ class Work:
             "ahead_rows": {"step": self.number, **rows},  # since the first step
             "bytes_are_exact": all(exact for _, _, exact in ranks),
         }
-
-    def settle(self) -> None:
-        """Wait for messages of the batches that have been begun ahead."""
-        for engine in sharded_engines(self.job.model):
-            for fetch in engine.look_ahead.begun:
-                fetch.wait()
-                for handle in fetch.arriving:
-                    handle.wait()
 
     def trace(self, count: int) -> dict[str, Any] | None:
         """The summary of ``count`` traced steps, after one that is not; None if none fitted."""

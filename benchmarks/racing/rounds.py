@@ -21,8 +21,9 @@ def timed(
 
     The counters are read between two barriers, before any rank of the host starts, and after a
     barrier, when all has arrived. The last step ends with that barrier, so that what any rank had
-    left to do is in its time. What has been begun for the step after it is waited for by
-    ``settle``, which is in no step's time: a round's bytes then are those of as many steps.
+    left to do is in its time. What has been begun for the step after it, or what may follow under
+    that, is waited for by ``settle``, which is in no step's time: a round's bytes then are those of
+    as many steps. (The first step, whose time counts nowhere, has nothing of one before it.)
 
     Collective:
         All ranks.

@@ -82,7 +82,7 @@ def compare(contest: Contest, plans: Sequence[Told], mesh: Mesh) -> list[dict[st
     for number in range(contest.rounds):
         order = range(len(runs)) if number % 2 == 0 else reversed(range(len(runs)))
         for i in order:
-            runs[i].steps(1)  # also what was left of the turn before
+            runs[i].steps(1)
             times[i].append(1e3 * runs[i].steps(contest.steps) / contest.steps)
     flights = [run.trace(contest.steps) for run in runs]
     for run in runs:
@@ -147,8 +147,7 @@ class _Run:
         return all(mesh.gather_objects(is_exact, edge=None))
 
     def steps(self, count: int) -> float:
-        """Seconds from when all ranks begin to when all have ended; of what follows the last step
-        the next turn's first has the time."""
+        """Seconds from when all ranks begin to when all have ended, and what follows too."""
         self._mesh.total(0.0, edge=None)
         start = time.perf_counter()
         for _ in range(count):
@@ -176,6 +175,7 @@ class _Run:
         for engine in sharded_engines(self._model):
             assert engine.replicas is not None
             engine.replicas.finish()
+            engine.rest.finish()
 
     def _step(self, batch: Batch) -> None:
         self._mesh.mean(self._model(batch)).backward()
