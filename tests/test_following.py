@@ -19,6 +19,7 @@ import rowmesh as rm
 from rowmesh.comm.mesh import Mesh
 from rowmesh.runtime import look_ahead, merged_sums
 from rowmesh.runtime.embeddings import ShardedEngine, sharded_engines
+from rowmesh.runtime.fetch import Fetch
 from rowmesh.runtime.following import Following, Rest
 from tests.cases import DENSE, RULES, Case, Collection, Model, Run, Table, train_case
 from tests.ranks import run_on_ranks
@@ -92,6 +93,31 @@ def test_rows_that_the_next_batch_asks_for_are_stepped_and_the_others_follow(dep
         now, all_of_them = (sum(ranks[step][k] for ranks in by_rank) for k in (0, 1))
         assert (now, all_of_them) == (len(asked) - len(following), len(asked))
         assert step == 5 or len(following) > len(asked) / 4
+
+
+def told_to_go(mesh: Mesh, case: Case) -> list[bool]:
+    model, opt, engine = build(mesh, case)
+    steps, found = loop(mesh, model, opt, case), []
+    next(steps)
+    following = engine.rest.following
+    assert following is not None
+    found.append(following._may_go.is_set())
+    arrive = engine.fetches.arrive
+
+    def note(fetch: Fetch) -> None:
+        arrive(fetch)
+        found.append(following._may_go.is_set())
+
+    with mock.patch.object(engine.fetches, "arrive", note):
+        next(steps)
+    found.append(following._may_go.is_set())
+    return found
+
+
+def test_gradients_follow_when_the_vectors_of_the_next_forward_have_arrived() -> None:
+    """Before that the link is for these; a backward later nothing would be left to hide under."""
+    case = make_case()
+    assert run_on_ranks(4, told_to_go, case, hosts=2) == [[False, False, True]] * 4
 
 
 def nothing_follows(mesh: Mesh, case: Case) -> bool:
