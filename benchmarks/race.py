@@ -79,7 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--goals", action="store_true", help="of these, shapes that have a goal")
     p.add_argument("--rounds", type=int, default=6, help="six give an interval of 97 %%")
     p.add_argument("--steps", type=int, default=6, help="of a round; the first is left out")
-    p.add_argument("--trial-steps", type=int, default=3)
+    p.add_argument("--trial-steps", type=int, default=6, help="the first is left out")
     p.add_argument("--peer-env", type=Path, default=default_folder(), help="TorchRec's environment")
     p.add_argument("--again", action="store_true", help="also shapes that are stored")
     p.add_argument("--cap", type=float, default=2e5, help="most rows of a table")

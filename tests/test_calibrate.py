@@ -210,6 +210,37 @@ def test_a_step_is_the_sum_of_what_nothing_hides() -> None:
     assert found.total_s == pytest.approx(2.0 + 0.31 + 0.3 + 0.17 + 2.25)
 
 
+def test_hot_rows_in_the_last_bucket_make_no_layer_ready_earlier() -> None:
+    """Ten of its fifteen elements are hot rows': the first bucket leaves at 0.1 s all the same.
+
+    It takes 0.1 s, gradients 0.07, the last bucket 0.3: all from 0.1 to 0.57.
+    """
+    found = step_time(
+        load(0.0, 7.0, 0.0),
+        replace_kinds(load(0.0, 40.0, 0.0)),
+        topology=PAIR,
+        rates=Rates(cross_bytes_per_s=100.0),
+        cost=DENSE,
+        buckets=(5, 15),
+        riding=10,
+    )
+    assert found.gradients_s == pytest.approx(0.37)
+
+
+def test_hot_rows_alone_in_a_bucket_leave_at_the_end_of_backward() -> None:
+    """At 0.2 s, for 0.4: no dense layer is known."""
+    found = step_time(
+        no_load(2),
+        replace_kinds(load(0.0, 40.0, 0.0)),
+        topology=PAIR,
+        rates=Rates(cross_bytes_per_s=100.0),
+        cost=DENSE,
+        buckets=(10,),
+        riding=10,
+    )
+    assert found.gradients_s == pytest.approx(0.4)
+
+
 @pytest.mark.parametrize(("gradients", "outlast"), [(4.0, 0.0), (7.0, 0.02)])
 def test_gradients_of_embeddings_leave_before_the_end_of_backward(
     gradients: float, outlast: float

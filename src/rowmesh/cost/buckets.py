@@ -8,7 +8,7 @@ from rowmesh.placement import Plan, TablePlan
 from rowmesh.placement.codecs import EXACT, WireForm
 from rowmesh.topology import Topology
 
-__all__ = ["bucket_sizes", "expect_dense", "sum_elements"]
+__all__ = ["bucket_sizes", "expect_dense", "riding_elements", "sum_elements"]
 
 
 def sum_elements(table: TablePlan, count: int) -> int:
@@ -17,14 +17,20 @@ def sum_elements(table: TablePlan, count: int) -> int:
 
 
 def bucket_sizes(plan: Plan) -> tuple[int, ...]:
-    """Elements of each dense bucket, and of the hot rows that ride in the last."""
+    """Elements of each dense bucket, those of hot rows that ride in the last among them."""
+    lines = riding_elements(plan)
+    return (*plan.dense[:-1], plan.dense[-1] + lines) if plan.dense else (lines,) * bool(lines)
+
+
+def riding_elements(plan: Plan) -> int:
+    """Of hot rows whose gradients travel in the last dense bucket."""
     lines = 0
     for table in plan.tables:
         for tier in table.tiers:
             if tier.sums == "bucket":
                 count = table.num_embeddings if tier.rows == "rest" else tier.rows.count
                 lines += sum_elements(table, count)
-    return (*plan.dense[:-1], plan.dense[-1] + lines) if plan.dense else (lines,) * bool(lines)
+    return lines
 
 
 def expect_dense(

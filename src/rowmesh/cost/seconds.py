@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rowmesh.cost.buckets import bucket_sizes, expect_dense
+from rowmesh.cost.buckets import bucket_sizes, expect_dense, riding_elements
 from rowmesh.cost.early import early_part
 from rowmesh.cost.load import Load, no_load
 from rowmesh.cost.rates import DenseCost, Rates
@@ -128,6 +128,7 @@ def step_time(
     rates: Rates,
     cost: DenseCost,
     buckets: Sequence[int],
+    riding: int = 0,
     sync: Load | None = None,
     early: Load | None = None,
 ) -> StepTime:
@@ -148,6 +149,7 @@ def step_time(
         cost: Of this model's dense layers.
         buckets: Elements of each dense bucket, in the order backward completes them; without
             any, ``dense`` is one bucket, ready at the end of backward.
+        riding: Of the last bucket's, those of hot rows: no dense layer takes time to compute them.
         sync: Between replicas, from `expect_sync`: the update waits for gradients and squares, and
             little is left of the step to hide weights under, so that it counts fully.
         early: Of ``tables``, what travels ahead and what follows, from `early_part`; None if
@@ -166,8 +168,10 @@ def step_time(
     sums = _link_seconds(dense.values[4:8], topology=topology, rates=rates).max(1)
     sizes = np.array(buckets if any(buckets) else (1,), dtype=np.float64)
     shares = sizes / sizes.sum()
+    layers = np.append(sizes[:-1], sizes[-1] - riding)
     computed = cost.forward_s + cost.backward_s
-    ready = cost.forward_s + cost.backward_s * np.cumsum(shares)
+    ready = cost.forward_s + cost.backward_s * np.cumsum(layers) / max(layers.sum(), 1.0)
+    ready[-1] = computed
     flows = [(0.0, ahead + follow), *zip(ready, shares * sums[1], strict=True)]
     flows.append((computed - cost.tail_s, back[1] - follow))
     end = 0.0
@@ -205,6 +209,7 @@ def plan_time(
         rates=rates,
         cost=cost,
         buckets=sizes,
+        riding=riding_elements(plan),
         sync=expect_sync(plan, accesses, state=state, rates=rates),
         early=early_part(plan, loads, accesses) if plan.depth > 1 else None,
     )

@@ -207,6 +207,7 @@ class HotRows:
             rates=self._rates,
             cost=self._cost,
             buckets=sizes,
+            riding=lines,
             sync=sync,
             early=early if plan.depth > 1 else None,
         )
