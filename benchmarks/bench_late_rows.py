@@ -12,29 +12,21 @@ nothing else meanwhile. Tables that auto puts whole on every rank count as memor
 """
 
 import argparse
-import json
 import math
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from racing.contestants import Entry, Place
-from racing.judge import interval, round_ms
-from racing.session import Settings
-from racing.shapes import Shape, parse_shapes
+from racing.contestants import Entry
+from racing.in_turn import Rounds, add_turn_flags, figures, report_turns
+from racing.judge import interval
 
 COLD, AUTO = "k = 0", "auto"
 COUNTED = 16  # batches of statistics, for all plans alike
 LEAST_GAIN = 0.025  # of a step: what the planner calls a gain
 LIMITS = {"late": 3.0, "exposed": 0.7, "bytes": 1.1, "memory": 0.02}
-
-Rounds = Sequence[Mapping[str, Mapping[str, Any]]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,18 +44,12 @@ class Verdict:
 def main() -> None:
     """Every shape, then the report."""
     args = parse_args()
-    shapes = parse_shapes(args.shapes, pooling=str(args.pooling), alpha=str(args.alpha))
-    found = []
-    for shape in shapes:
-        found.append(measure(args, shape))
-        print("\n".join(describe(found[-1])), flush=True)
-    document = {"about": about(args), "shapes": found}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.with_name(args.out.name + ".json").write_text(json.dumps(document, indent=1) + "\n")
-    page = ["# Hot rows two batches deep", "", about_line(document["about"]), ""]
-    for result in found:
-        page += [*describe(result), ""]
-    args.out.with_name(args.out.name + ".md").write_text("\n".join(page))
+    report_turns(
+        args,
+        title=["# Hot rows two batches deep", "Rows: of all ranks together, a step."],
+        entries_of=lambda shape, topology: entries_of(args.hot, topology),
+        describe=describe,
+    )
 
 
 def parse_args() -> argparse.Namespace:
@@ -71,69 +57,9 @@ def parse_args() -> argparse.Namespace:
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
     )
-    p.add_argument("--out", type=Path, required=True, help="path of the report without a suffix")
-    p.add_argument("--shapes", default="2x1@200mbit,2x2@200mbit")
-    p.add_argument("--hot", type=int, nargs="*", default=[256, 1024, 4096], help="fixed k")
-    p.add_argument("--pooling", type=int, default=1)
-    p.add_argument("--alpha", type=float, default=1.05)
-    p.add_argument("--rounds", type=int, default=6)
-    p.add_argument("--steps", type=int, default=6, help="of a round; the first is left out")
-    p.add_argument("--traced", type=int, default=4, help="steps of a round that are traced")
-    p.add_argument("--cap", type=float, default=2e5, help="most rows of a table")
-    p.add_argument("--batch", type=int, default=2048, help="samples per rank")
-    args = p.parse_args()
-    for name, least in (("rounds", 5), ("steps", 2), ("traced", 1)):
-        if getattr(args, name) < least:
-            p.error(f"--{name} is {getattr(args, name)}, but must be at least {least}")
-    return args
-
-
-def measure(args: argparse.Namespace, shape: Shape) -> dict[str, Any]:
-    """All plans of one shape in turn: their rounds, and what they are."""
-    with tempfile.TemporaryDirectory() as folder:
-        topology = Path(folder) / f"{shape.layout}.topology"
-        settings = make_settings(args, topology.parent)
-        flags = settings.script_flags(shape)
-        with Place(shape.hosts, shape.local, flags=flags, peer="") as place:
-            place.set_rate(shape.rate)
-            say(f"{shape.name}: rowmesh calibrate")
-            place.calibrate(topology, settings.model_settings())
-            for entry in entries_of(args.hot, topology):
-                place.start(entry)
-                say(f"{shape.name}: {entry.name} is ready")
-            place.set_rate(shape.rate)
-            alive = {entry.name: contestant for entry, contestant in place.alive.items()}
-            rounds: list[dict[str, Any]] = []
-            for number in range(args.rounds):
-                names = list(alive) if number % 2 == 0 else list(reversed(alive))
-                turn = {}
-                for name in names:
-                    steps = alive[name].steps(args.steps)
-                    turn[name] = steps | {"trace": alive[name].trace(args.traced)}
-                rounds.append(turn)
-                say(f"{shape.name}: round {number + 1} of {args.rounds}")
-            plans = {name: contestant.ready["plan"] for name, contestant in alive.items()}
-    return {"shape": shape.name, "plans": plans, "rounds": rounds}
-
-
-def make_settings(args: argparse.Namespace, folder: Path) -> Settings:
-    """The race's, of these flags."""
-    return Settings(
-        rounds=args.rounds,
-        steps=args.steps,
-        trial_steps=0,
-        cap=args.cap,
-        dim=64,
-        batch=args.batch,
-        bottom="512,256,64",
-        top="512,512,256,1",
-        batches=10,
-        seed=0,
-        dense_opt="adagrad",
-        default_malloc=False,
-        peer="",
-        folder=folder,
-    )
+    add_turn_flags(p, shapes="2x1@200mbit,2x2@200mbit")
+    p.add_argument("--hot", type=int, nargs="*", default=[256, 1024, 4096, 16384], help="fixed k")
+    return p.parse_args()
 
 
 def entries_of(fixed: Sequence[int], topology: Path) -> list[Entry]:
@@ -147,16 +73,6 @@ def entries_of(fixed: Sequence[int], topology: Path) -> list[Entry]:
         for name, word in tiers.items()
     )
     return [cold, free, *hot]
-
-
-def figures(rounds: Rounds, name: str) -> dict[str, list[float]]:
-    """Of every round: ms a step, exposed ms, MB a host sends a step."""
-    found: dict[str, list[float]] = {key: [] for key in ("ms", "exposed", "mb")}
-    for mine in (turn[name] for turn in rounds):
-        found["ms"].append(round_ms(mine["ms"]))
-        found["exposed"].append(mine["trace"]["communication"][0]["exposed_ms"])
-        found["mb"].append(fmean(mine["ledger"]) / len(mine["ms"]) / 1e6)
-    return found
 
 
 def ahead_rows(rounds: Rounds, name: str, kind: str) -> float:
@@ -248,31 +164,6 @@ def describe(result: Mapping[str, Any]) -> list[str]:
     exact = all(turn[n]["bytes_are_exact"] for turn in result["rounds"] for n in result["plans"])
     lines += ["", f"Bytes as predicted in every round: {'yes' if exact else 'NO'}.", ""]
     return [*lines, *(f"* {verdict}" for verdict in judge(result))]
-
-
-def about(args: argparse.Namespace) -> dict[str, Any]:
-    """What ran; no path of this machine."""
-    git = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    here = Path(__file__).parent
-    commit = subprocess.run(git, cwd=here, capture_output=True, text=True, check=False)
-    return {
-        "args": {k: v for k, v in vars(args).items() if k != "out"},
-        "commit": commit.stdout.strip() or None,
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-    }
-
-
-def about_line(found: Mapping[str, Any]) -> str:
-    """The same for people; rows are of all ranks together, a step."""
-    flags = " ".join(f"{key}={value}" for key, value in found["args"].items())
-    return (
-        f"{found['date']}; commit {found['commit']}; {flags}. Rows: of all ranks together, a step."
-    )
-
-
-def say(line: str) -> None:
-    """A line of progress."""
-    print(f"{datetime.now(UTC):%H:%M:%S} {line}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from typing import Any
 
 from racing.goals import goal_shapes
 from racing.judge import refusal
+from racing.machine import cpu_name
 from racing.peer import TORCHREC, default_folder, ensure
 from racing.report import write_report
 from racing.session import Settings, run_group
@@ -174,16 +175,6 @@ def code_hash() -> str:
     for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
         digest.update(f"{path.relative_to(REPOSITORY)}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
-
-
-def cpu_name() -> str:
-    """As Linux has it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return "unknown"
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, "unknown")
 
 
 def run(todo: list[Shape], settings: Settings, *, session: dict[str, Any], out: Path) -> None:

@@ -34,12 +34,13 @@ class Entry:
     """A setting that may run.
 
     ``role`` is ours, theirs, ours_lossy, theirs_lossy, or theirs_plain: what TorchRec does in fp32
-    if its pipeline is not asked for.
+    if its pipeline is not asked for. ``env`` is added to the environment of its ranks.
     """
 
     role: str
     name: str
     flags: tuple[str, ...]
+    env: tuple[tuple[str, str], ...] = ()
 
     @property
     def is_ours(self) -> bool:
@@ -253,7 +254,7 @@ class Place:
                 self.lab.launch,
                 ranks_per_host=self.local,
                 python=sys.executable if entry.is_ours else self.peer,
-                env={"PYTHONPATH": str(HERE.parent / "src")},
+                env={"PYTHONPATH": str(HERE.parent / "src"), **dict(entry.env)},
             )
             contestant = Contestant(entry, launch=launch, flags=self.flags, folder=folder)
             contestant.wait_ready()

@@ -1,0 +1,89 @@
+"""What bench_ablation.py makes of its rounds, without hosts."""
+
+import argparse
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def ablation(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The script, imported as it is when run."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    return importlib.import_module("bench_ablation")
+
+
+def shape_of(layout: str) -> Any:
+    return importlib.import_module("racing.shapes").parse_shapes(layout, pooling="1", alpha="1")[0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "merged", "shared"),
+    [("2x2@1gbit", 1, 1), ("2x1@1gbit", 0, 0), ("1x2", 0, 1)],
+)
+def test_what_a_shape_has_no_use_for_is_left_out(
+    ablation: Any, layout: str, merged: int, shared: int
+) -> None:
+    names = [entry.name for entry in ablation.entries_of(shape_of(layout))]
+    assert names.count("+ merged in hosts") == merged
+    assert names.count("without shared memory") == shared
+    assert len(names) == 8 + merged + shared
+
+
+def test_every_setting_differs_from_the_one_before_by_what_its_name_says(ablation: Any) -> None:
+    entries = {entry.name: entry for entry in ablation.entries_of(shape_of("2x2@1gbit"))}
+    exact = entries["+ a batch begun ahead"]
+    rows, dedup, merged = (
+        entries[name].flags for name in ("rows by row-wise owners", "+ dedup", "+ merged in hosts")
+    )
+    assert rows == (*dedup, "--no-dedup")
+    assert [a != b for a, b in zip(dedup, merged, strict=True)].count(True) == 1
+    assert (merged[-1], exact.flags[-1], merged[:-1]) == ("1", "2", exact.flags[:-1])
+    assert entries["+ bf16 on the wire"].flags == (*exact.flags, "--codecs", "bf16")
+    without = [entry for entry in entries.values() if entry.env]
+    assert [entry.flags for entry in without] == [exact.flags] * 3
+    assert len({entry.env for entry in without}) == 3
+
+
+def test_a_line_is_compared_with_the_one_it_changes(ablation: Any) -> None:
+    ms = {
+        "whole tables, pooled": 200.0,
+        "+ a batch begun ahead": 100.0,
+        "+ bf16 on the wire": 80.0,
+        "int8 but for dense bf16": 50.0,
+        "without compiled kernels": 150.0,
+    }
+    rounds = [
+        {
+            name: {
+                "ms": [9 * value, value, value],
+                "ledger": [3e6, 3e6],
+                "bytes_are_exact": True,
+                "trace": {"communication": [{"exposed_ms": 7.0}]},
+            }
+            for name, value in ms.items()
+        }
+        for _ in range(6)
+    ]
+    result = {"shape": "2x1", "plans": dict.fromkeys(ms), "rounds": rounds}
+    page = "\n".join(ablation.describe(result))
+    assert (
+        "| int8 but for dense bf16 | 50 [50, 50] | 0.25 [0.25, 0.25] | 0.50 [0.50, 0.50] |" in page
+    )
+    assert "| + bf16 on the wire | 80 [80, 80] | 0.40 [0.40, 0.40] | 0.80 [0.80, 0.80] |" in page
+    assert "| without compiled kernels | 150 [150, 150] | 0.75 [0.75, 0.75] | 1.50" in page
+    assert "7 [7, 7] | 1.00 |" in page
+    assert page.endswith("Bytes as predicted in every round: yes.")
+
+
+@pytest.mark.parametrize("words", [["--rounds", "4"], ["--steps", "1"], ["--traced", "none"]])
+def test_too_few_rounds_or_steps_are_refused(
+    ablation: Any, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    importlib.import_module("racing.in_turn").add_turn_flags(parser, shapes="1x2")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--out", "x", *words])
+    assert "must be a number of at least" in capsys.readouterr().err
