@@ -94,7 +94,7 @@ def test_plan_of_a_recipe(tmp_path: Path) -> None:
         (["train", "--set", "plan.exchange=row"], "unknown exchange 'row': did you mean 'rows'?"),
         (["train", "no.toml"], "no recipe 'no.toml', neither a file nor a name: known are clicks"),
         (["train", "--ranks", "0"], "ranks is 0, but must be at least 1"),
-        (["plan", "--tables", "0"], "number of tables is 0, but must be at least 1"),
+        (["plan", "--tables", "-5"], "--tables is -5, but must be at least 1"),
         (["plan", "--out", "no/such/place"], "cannot write the plan to no/such/place: "),
     ],
 )

@@ -18,7 +18,7 @@ from rowmesh.cli.terminal import Settings, one_sentence
 from rowmesh.cli.workload import Knowledge, Workload, is_recipe, read_workload, workload_of_run
 from rowmesh.cost import DenseCost, Rates, load_calibration
 from rowmesh.data import CRITEO_KAGGLE, SyntheticClicks
-from rowmesh.errors import InputError
+from rowmesh.errors import InputError, check_range
 from rowmesh.placement import Plan, load_plan, save_plan
 from rowmesh.placement.diff import diff_plans
 from rowmesh.placement.document import plan_to_json
@@ -265,7 +265,8 @@ def _workload(
     if settings:
         raise InputError(f"--set {settings[0]} changes a recipe: give one, as in rowmesh plan demo")
     tables, dim, cap = sizes.values()
-    number = len(CRITEO_KAGGLE) if tables is None else max(tables, 0)
+    number = len(CRITEO_KAGGLE) if tables is None else tables
+    check_range("--tables", number, 1)
     rows = tuple(itertools.islice(itertools.cycle(CRITEO_KAGGLE), number))
     data = SyntheticClicks(cardinalities=rows, cap=cap, alpha=alpha, batch_size=batch)
     model = ModelConfig(dim=64 if dim is None else dim)
