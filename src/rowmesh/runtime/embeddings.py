@@ -145,7 +145,12 @@ class ShardedEngine:
             fetch = self._begin(features, is_last=self.mesh.is_last_batch)
             with phase("counts"):
                 fetches.hear(fetch)
-        self._check(fetch)
+        try:
+            self._check(fetch)
+        except StepError:
+            if fetch.under_way is not None:  # early rows may still be on the way to its buffers
+                self.look_ahead.dropped.append(fetch)
+            raise
         self.rest.finish(but_for=fetch.number)
         if not fetch.asked:
             with phase("ids"):

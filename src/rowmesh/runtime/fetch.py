@@ -106,8 +106,15 @@ class Fetch:
         """Whether gradients will follow."""
         return bool(self.status & TRAINING)
 
+    @property
+    def trains_everywhere(self) -> bool:
+        """Whether they will on all ranks; else its forward will say that they disagree."""
+        return all(row[0] & TRAINING for row in self.counts)
+
     def wait(self) -> None:
         """Return when other threads have done what they do ahead."""
+        if self.needs is not None:
+            self.needs.go()  # no forward may come that says so
         for work in (self.under_way, self.answering):
             if work is not None:
                 work.result()

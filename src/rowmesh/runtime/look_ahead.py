@@ -16,7 +16,7 @@ from rowmesh.comm.codecs import coded, wire_bytes
 from rowmesh.comm.exchange import ChannelPool, Lane
 from rowmesh.comm.mesh import Mesh
 from rowmesh.errors import StepError
-from rowmesh.runtime.fetch import TRAINING, Early, Fetch
+from rowmesh.runtime.fetch import Early, Fetch
 from rowmesh.runtime.fetches import Fetches
 from rowmesh.runtime.requests import Request
 from rowmesh.runtime.sets import clean_first, pack_bits, unpack_bits
@@ -149,8 +149,9 @@ class LookAhead:
                 if fetch.needs is not None:
                     fetch.needs.wait()
                 for ticket in unmarked:
-                    self.mark(ticket.number, ticket.asked, ticket.merged)
-                    ticket.is_marked = True
+                    if not ticket.is_marked:  # by the batch in front, begun at the same time
+                        self.mark(ticket.number, ticket.asked, ticket.merged)
+                        ticket.is_marked = True
                 self.send_early(fetch)
                 fetch.before = None
 
@@ -203,7 +204,7 @@ class LookAhead:
         fetches, merged = self._fetches, fetch.merged
         late = {i: self._late(fetch, i) for i in self._early if i not in merged}
         by_host = {i: [self._is_late(fetch, i, r) for r in merged[i].wanted] for i in merged}
-        if fetch.status & TRAINING:
+        if fetch.trains_everywhere:
             self.mark(fetch.number, fetch.asked, merged)
             self._tell_followers(fetch)
         for merges in fetches.merges:
@@ -230,9 +231,10 @@ class LookAhead:
         """Of the rows that hosts asked for the batch in front: those that ``fetch`` does not ask
         for, whose gradients may therefore follow that batch's step."""
         before = fetch.before
-        for i in self._early if before is not None and before.is_training else ():
+        if before is None or before.bad_ranks or not before.trains_everywhere:
+            return  # no step of it will come
+        for i in self._early:
             if self._stacks[i].layout.may_follow:
-                assert before is not None
                 wanted = before.merged[i].wanted
                 marks = [self._marks[i].index_select(0, rows) for rows in wanted]
                 fetch.follows[i] = [part <= before.number for part in marks]
