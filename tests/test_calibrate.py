@@ -227,6 +227,24 @@ def test_hot_rows_in_the_last_bucket_make_no_layer_ready_earlier() -> None:
     assert found.gradients_s == pytest.approx(0.37)
 
 
+def test_a_host_whose_rows_all_travel_early_hides_none_of_another() -> None:
+    """Host 0 sends 10 bytes, 1 of them early, and host 1 nine, all early: 9 are waited for."""
+    tables, early = load(0.0, 0.0, 0.0), load(0.0, 0.0, 0.0)
+    tables.values[2], early.values[2] = (10.0, 9.0), (1.0, 9.0)
+    tables.values[6] += (4.0, 3.0)  # gradients, all of host 1's follow
+    tables.values[2] += (4.0, 3.0)
+    early.values[6] = (0.0, 3.0)
+    given: dict[str, Any] = {
+        "topology": PAIR,
+        "rates": Rates(cross_bytes_per_s=100.0),
+        "cost": replace(DENSE, tail_s=0.0),
+        "buckets": (),
+    }
+    found = step_time(tables, no_load(2), early=early, **given)
+    assert found.forward_s == pytest.approx(0.09)
+    assert found.gradients_s == pytest.approx(0.04)
+
+
 def test_hot_rows_alone_in_a_bucket_leave_at_the_end_of_backward() -> None:
     """At 0.2 s, for 0.4: no dense layer is known."""
     found = step_time(

@@ -48,7 +48,7 @@ def test_auto_is_as_fast_as_every_split_for_all_tables(
         return plan_time(plan, stats.tables, rates=rates, cost=COST).total_s
 
     auto = step_s(rm.make_plan(model, topology, **wishes))
-    for split in ("row_wise", "table_wise"):
-        exchange = "rows" if split == "row_wise" else "auto"  # exact, as auto is
+    for split in ("row_wise", "table_wise", "data_parallel"):
+        exchange = "auto" if split == "table_wise" else "rows"  # exact, as auto is
         plan = rm.make_plan(model, topology, split=split, exchange=exchange, **wishes)
         assert auto <= step_s(plan) * MOST * (1.0 + 1e-9), split

@@ -13,7 +13,7 @@ from rowmesh.data import SyntheticClicks
 from rowmesh.errors import PlanError
 from rowmesh.placement.memory import bytes_per_rank
 from rowmesh.planners import make_plan, parse_depth
-from rowmesh.stats import Stats
+from rowmesh.stats import Accesses, Stats
 from rowmesh.topology import Topology
 
 CLICKS = SyntheticClicks(cap=2000, alpha=1.05, batch_size=256)
@@ -58,6 +58,14 @@ def test_the_share_of_late_rows_is_that_of_other_batches(num_batches: int) -> No
             late += len(np.intersect1d(own, others)) / 8
     assert expected == pytest.approx(late, rel=0.1)
     assert late < rows
+
+
+def test_a_table_has_no_more_rows_to_be_late_than_it_has() -> None:
+    """Of 20 rows many batches ask for all: then none of a batch's is new."""
+    accesses = Accesses(requests=64.0, bags=64.0, growth=(10.0, 19.0))
+    assert late_share(accesses, 64) < 0.8  # a table of any size: growth goes on
+    assert late_share(accesses, 64, num_rows=20) == 1.0
+    assert late_share(accesses, 1, num_rows=20) == late_share(accesses, 1)
 
 
 def plan_at(depth: int | str, hosts: int = 2, **kwargs: object) -> rm.Plan:

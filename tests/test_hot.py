@@ -397,6 +397,97 @@ def test_plan_tables_adds_hot_rows_to_the_better_of_two_plans() -> None:
     assert bucket_sizes(off) == (1000,)
 
 
+@pytest.mark.parametrize("tiers", ["auto", "hot:7"])
+def test_which_rows_are_hot_does_not_depend_on_the_order_of_tables(tiers: str) -> None:
+    """Shares of a few batches are often equal, also of rows of two tables."""
+    rows = {"a": 60, "b": 60, "c": 60}
+    found = []
+    for names in (list(rows), list(reversed(rows))):
+        blank = [replace(table(name, rows=rows[name]), tiers=()) for name in names]
+        batches = zipf_batches(rows, count=16, requests=60)
+        stats = stats_of(tuple(table(name, rows=rows[name]) for name in names), batches)
+        planned = plan_tables(
+            blank,
+            SQUARE,
+            stats=stats,
+            dense=(1000,),
+            rates=RATES,
+            cost=COST,
+            split="row_wise",
+            exchange="rows",
+            tiers=tiers,
+            dedup=False,
+        )
+        assert planned.hot is not None
+        found.append(({name: planned.table(name) for name in rows}, planned.hot, planned.predicted))
+    assert found[0] == found[1]
+    assert any(t.hot for t in found[0][0].values())
+
+
+@pytest.mark.parametrize("pin", [rm.Pin(ranks=(0,)), rm.Pin(host=0)])
+@pytest.mark.parametrize("tiers", ["auto", "hot:5"])
+def test_a_table_pinned_to_ranks_has_no_copies(pin: rm.Pin, tiers: str) -> None:
+    rows = {"a": 2000, "b": 2000}
+    blank = [replace(table(name, rows=n), tiers=()) for name, n in rows.items()]
+    stats = stats_of(
+        tuple(table(n, rows=r) for n, r in rows.items()), zipf_batches(rows, count=16, requests=500)
+    )
+    planned = plan_tables(
+        blank,
+        SQUARE,
+        stats=stats,
+        rates=RATES,
+        cost=COST,
+        dense=(1000,),
+        dedup=False,
+        exchange="rows",
+        tiers=tiers,
+        constraints=rm.Constraints(pin={"a": pin}),
+    )
+    assert not planned.table("a").hot
+    assert planned.table("a").rest.copies is Copies.GROUP
+    assert tiers == "auto" or planned.table("b").hot
+    with pytest.raises(PlanError, match="or that are pinned to ranks or a host, cannot"):
+        plan_tables(
+            blank[:1],
+            SQUARE,
+            stats=stats,
+            exchange="rows",
+            tiers="hot:5",
+            constraints=rm.Constraints(pin={"a": pin}),
+        )
+
+
+@pytest.mark.parametrize(
+    ("split", "constraints"),
+    [
+        ("row_wise", rm.Constraints()),
+        ("auto", rm.Constraints(pin={"a": rm.Pin(split="row_wise")})),
+    ],
+)
+def test_what_is_said_of_splits_is_not_undone_by_copying_everything(
+    split: str, constraints: rm.Constraints
+) -> None:
+    """Where each is free, all tables are copied: no dedup, few rows, a slow link."""
+    rows = {"a": 40, "b": 40}
+    blank = [replace(table(name, rows=n), tiers=()) for name, n in rows.items()]
+    batches = zipf_batches(rows, count=16, requests=500)
+    stats = stats_of(tuple(table(n, rows=r) for n, r in rows.items()), batches)
+    arguments: dict[str, Any] = {
+        "stats": stats,
+        "rates": RATES,
+        "cost": COST,
+        "dense": (1000,),
+        "dedup": False,
+        "exchange": "rows",
+        "tiers": "auto",
+    }
+    free = plan_tables(blank, SQUARE, **arguments)
+    assert all(t.rest.copies is Copies.WORLD for t in free.tables)
+    bound = plan_tables(blank, SQUARE, split=split, constraints=constraints, **arguments)
+    assert bound.table("a").rest.copies is Copies.GROUP
+
+
 def import_rows(mesh: Mesh) -> Any:
     """Train a step, set some rows, then set everything; what a rank holds of it after each."""
     hot = Table(rows=16, dim=4, ranks=(1, 0), hot=(0, 3, 8, 11))

@@ -137,6 +137,26 @@ def test_merging_without_copied_rows_is_weighed_against_copied_rows_without_merg
     assert time < 0.975 * flat_s
 
 
+def test_sums_are_flat_where_memory_is_slow_the_card_fast_and_nothing_needs_them_otherwise() -> (
+    None
+):
+    """Flat sums go through a host's memory H times less, and across L times more."""
+    square = Topology(hosts=4, local=2)
+    tables = rm.EmbeddingBagCollection(TABLES, device="meta")
+    model = rm.models.DLRM(tables, 13, (512, 16), (512, 512, 1))
+    given: dict[str, Any] = {"stats": STATS, "split": "row_wise", "exchange": "rows", "cost": COST}
+    slow = rm.Rates(host_bytes_per_s=1e8, cross_bytes_per_s=1e10)
+    flat = rm.make_plan(model, square, rates=slow, merge="off", **given)
+    assert flat.tree == "flat"
+    steps = [
+        plan_time(replace(flat, tree=tree), STATS.tables, rates=slow, cost=COST).total_s
+        for tree in ("flat", "host-first")
+    ]
+    assert steps[0] < steps[1] * 0.975
+    assert rm.make_plan(model, square, rates=slow, merge="on", **given).tree == "host-first"
+    assert rm.make_plan(model, square, rates=SLOW, merge="off", **given).tree == "host-first"
+
+
 def test_words_of_merge() -> None:
     with pytest.raises(InputError, match="unknown merge 'onn': did you mean 'on'"):
         make_plan(merge="onn")

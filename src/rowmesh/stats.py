@@ -133,6 +133,11 @@ class Stats:
     batch_size: int
     tables: Mapping[str, Accesses]
 
+    def without_rows_of(self, names: Iterable[str]) -> "Stats":
+        """The same, but nothing is known of single rows of these tables."""
+        cold = {name: replace(self.tables[name], heat=None) for name in names}
+        return replace(self, tables={**self.tables, **cold}) if cold else self
+
     @staticmethod
     def from_batches(
         tables: Iterable[TableConfig], batches: Iterable[KeyedJaggedTensor]

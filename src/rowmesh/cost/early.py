@@ -1,6 +1,7 @@
 """What of a forward's messages travels ahead of it, where batches are begun before forwards, and
 what of a backward's gradients follows its step."""
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -13,16 +14,21 @@ from rowmesh.stats import Accesses
 __all__ = ["early_load", "early_part", "early_share", "follow_share", "late_share"]
 
 
-def late_share(accesses: Accesses, num_batches: int, *, of: int = 1) -> float:
+def late_share(
+    accesses: Accesses, num_batches: int, *, of: int = 1, num_rows: float = math.inf
+) -> float:
     """The share of a batch's distinct rows that are in any of ``num_batches`` others too.
 
-    (U(k) + U(n) - U(n + k)) / U(k), U(n) being the distinct rows of n batches together; k is 1, or
-    the number of batches whose distinct rows are asked for together.
+    (U(k) + U(n) - U(n + k)) / U(k), U(n) being the distinct rows of n batches together, of the
+    ``num_rows`` there are; k is 1, or the number of batches whose distinct rows are asked for
+    together.
     """
     if not num_batches or accesses.distinct <= 0.0:
         return 0.0
-    both = accesses.union(num_batches) - accesses.union(num_batches + of)
-    return min(1.0, max(0.0, 1.0 + both / accesses.union(of)))
+    asked, others, all_of_them = (
+        min(accesses.union(count), num_rows) for count in (of, num_batches, num_batches + of)
+    )
+    return min(1.0, max(0.0, (asked + others - all_of_them) / asked))
 
 
 def early_share(plan: Plan, table: TablePlan, cold: Accesses) -> float:
@@ -42,7 +48,8 @@ def early_share(plan: Plan, table: TablePlan, cold: Accesses) -> float:
     early = 1.0
     if table.trainable:
         together = plan.mesh.local if table.merged else 1
-        early -= late_share(cold, steps * groups.size, of=together)
+        rows = table.num_embeddings
+        early -= late_share(cold, steps * groups.size, of=together, num_rows=rows)
         if groups.count > 1:
             period = 1 if plan.sync.mode == "gradients" else plan.sync.period
             early *= max(0.0, 1.0 - steps / period)
@@ -64,13 +71,16 @@ def follow_share(plan: Plan, table: TablePlan, cold: Accesses) -> float:
     groups = plan.groups(table)
     if plan.depth == 1 or not may_follow(table, groups):
         return 0.0
-    return 1.0 - late_share(cold, groups.size, of=plan.mesh.local)
+    rows = table.num_embeddings
+    return 1.0 - late_share(cold, groups.size, of=plan.mesh.local, num_rows=rows)
 
 
 def early_part(plan: Plan, loads: Mapping[str, Load], accesses: Mapping[str, Accesses]) -> Load:
     """The part of ``loads``, of the plan's tables by name, that `early_load` tells."""
     total = np.zeros((LINES, plan.mesh.topology.world))
-    for table in plan.tables if plan.depth > 1 else ():
+    # By name: the same bits in any order of tables.
+    tables = sorted(plan.tables, key=lambda table: table.name)
+    for table in tables if plan.depth > 1 else ():
         cold = accesses[table.name]
         for _, rows in table.hot:
             _, cold = cold.part(hot_ids(rows, where=f"table {table.name!r}"))

@@ -11,7 +11,7 @@ from rowmesh.cost.buckets import bucket_sizes, expect_dense, riding_elements
 from rowmesh.cost.early import early_part
 from rowmesh.cost.load import Load, no_load
 from rowmesh.cost.rates import DenseCost, Rates
-from rowmesh.cost.totals import expect_each, expect_sync
+from rowmesh.cost.totals import expect_each, expect_sync, total
 from rowmesh.placement import Plan
 from rowmesh.placement.codecs import wire_form
 from rowmesh.placement.memory import RULE_STATES, RuleState
@@ -157,23 +157,26 @@ def step_time(
     """
     sync = no_load(topology.world) if sync is None else sync
     forward = tables.values[:4] - tables.values[4:8]
-    near, across = _link_seconds(forward, topology=topology, rates=rates).max(1)
-    ahead = follow = 0.0
-    if early is not None:
-        ahead, follow = (
-            float(_link_seconds(lines, topology=topology, rates=rates)[1].max())
-            for lines in (early.values[:4], early.values[4:8])
-        )
-    back = _link_seconds(tables.values[4:8], topology=topology, rates=rates).max(1)
-    sums = _link_seconds(dense.values[4:8], topology=topology, rates=rates).max(1)
+    gradients = tables.values[4:8]
+    away = np.zeros_like(tables.values) if early is None else early.values
+    # Of the busiest card each: the one with most ahead need not be the one with most left.
+    ahead, follow, late, back = (
+        float(_link_seconds(lines, topology=topology, rates=rates)[1].max())
+        for lines in (away[:4], away[4:8], forward - away[:4], gradients - away[4:8])
+    )
+    near, back_near, sums_near = (
+        float(_link_seconds(lines, topology=topology, rates=rates)[0].max())
+        for lines in (forward, gradients, dense.values[4:8])
+    )
+    sums = float(_link_seconds(dense.values[4:8], topology=topology, rates=rates)[1].max())
     sizes = np.array(buckets if any(buckets) else (1,), dtype=np.float64)
     shares = sizes / sizes.sum()
     layers = np.append(sizes[:-1], sizes[-1] - riding)
     computed = cost.forward_s + cost.backward_s
     ready = cost.forward_s + cost.backward_s * np.cumsum(layers) / max(layers.sum(), 1.0)
     ready[-1] = computed
-    flows = [(0.0, ahead + follow), *zip(ready, shares * sums[1], strict=True)]
-    flows.append((computed - cost.tail_s, back[1] - follow))
+    flows = [(0.0, ahead + follow), *zip(ready, shares * sums, strict=True)]
+    flows.append((computed - cost.tail_s, back))
     end = 0.0
     for start, seconds in sorted(flows):
         end = max(end, start) + seconds
@@ -181,8 +184,8 @@ def step_time(
     return StepTime(
         rows_s=float((tables.values[8] + dense.values[8] + sync.values[8]).max()),
         dense_s=cost.total_s,
-        forward_s=float(near + across - ahead),
-        gradients_s=float(back[0] + sums[0] + max(0.0, end - computed)),
+        forward_s=near + late,
+        gradients_s=back_near + sums_near + max(0.0, float(end) - computed),
         latency_s=rates.fixed_s
         + latency_seconds(
             kinds, topology=topology, rates=rates, rounds=sync.rounds, ahead=early is not None
@@ -203,7 +206,7 @@ def plan_time(
     sizes = bucket_sizes(plan)
     loads = expect_each(plan, accesses, state=state, rates=rates)
     return step_time(
-        sum(loads.values(), no_load(plan.mesh.topology.world)),
+        total(loads, plan.mesh.topology),
         expect_dense(sum(sizes), topology=plan.mesh.topology, tree=plan.tree, form=wire_form(plan)),
         topology=plan.mesh.topology,
         rates=rates,

@@ -11,8 +11,9 @@ from rowmesh.placement import Plan
 from rowmesh.placement.codecs import wire_form
 from rowmesh.placement.memory import RULE_STATES, RuleState
 from rowmesh.stats import Accesses
+from rowmesh.topology import Topology
 
-__all__ = ["expect_each", "expect_plan", "expect_sync", "expect_tables"]
+__all__ = ["expect_each", "expect_plan", "expect_sync", "expect_tables", "total"]
 
 _ROWWISE = RULE_STATES["rowwise_adagrad"]
 _RATES = Rates()
@@ -26,9 +27,12 @@ def expect_tables(
     rates: Rates = _RATES,
 ) -> Load:
     """The sum over the plan's tables, without the sync of their replicas."""
-    loads = expect_each(plan, accesses, state=state, rates=rates)
-    in_order = (loads[name] for name in sorted(loads))  # the same bits in any order of tables
-    return sum(in_order, no_load(plan.mesh.topology.world))
+    return total(expect_each(plan, accesses, state=state, rates=rates), plan.mesh.topology)
+
+
+def total(loads: Mapping[str, Load], topology: Topology) -> Load:
+    """The sum of tables' loads: the same bits in any order of tables."""
+    return sum((loads[name] for name in sorted(loads)), no_load(topology.world))
 
 
 def expect_each(

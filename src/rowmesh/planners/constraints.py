@@ -141,6 +141,16 @@ class Constraints:
             return tuple(range(first, first + topology.local))
         return pin.ranks if pin.ranks is not None else tuple(range(topology.world))
 
+    @property
+    def placed(self) -> tuple[str, ...]:
+        """Tables pinned to ranks or a host: no other rank may hold a row of theirs."""
+        return tuple(n for n, p in self.pin.items() if p.ranks is not None or p.host is not None)
+
+    @property
+    def may_copy_all(self) -> bool:
+        """Whether every table may be whole on every rank: no split of any is said, nor ranks."""
+        return not self.placed and all(pin.split is None for pin in self.pin.values())
+
     def group_sizes(self, tables: Sequence[TablePlan], size: int) -> dict[str, int]:
         """Ranks in the shard groups of each table: as pinned, for it or one kept with it."""
         found = {table.name: self.pin_of(table.name).group or size for table in tables}

@@ -38,8 +38,9 @@ def choose_depth(
     """The plan of `choose_merged` at the given depth, or at the one whose step is shortest.
 
     Depths 1 and 2 are planned each for itself, since hot rows are worth more where the rest can
-    be fetched ahead; depth 3 is the plan of 2, deeper. One that gains less than 2.5 % is not taken,
-    nor one that does not fit, since look-ahead remembers every row.
+    be fetched ahead. Depth 2 is not taken for a gain below 2.5 %, nor where it does not fit, since
+    look-ahead remembers every row. None is deeper: by the model that hides no more, and more rows
+    are late, since more steps are unfinished.
 
     Raises:
         PlanError: As `choose_merged`.
@@ -59,8 +60,5 @@ def choose_depth(
         )
     except PlanError:
         return best
-    for plan in (second, replace(second, depth=3)):
-        least = problem.step_s(best, problem.cost) * (1.0 - LEAST_GAIN)
-        if problem.step_s(plan, problem.cost) < least:
-            best = plan
-    return best
+    least = problem.step_s(best, problem.cost) * (1.0 - LEAST_GAIN)
+    return second if problem.step_s(second, problem.cost) < least else best

@@ -46,11 +46,13 @@ def plan_in_groups(
     sizes = problem.constraints.group_sizes(problem.tables, mesh.group)
     _check(problem, mesh, sizes)
     found = _place(problem, mesh, sizes, on_progress)
-    spread, whole = [], []
+    spread: list[Grouped] = []
+    whole: list[Grouped] = []
     if problem.wishes.split == "auto" and (problem.hot != 0 or problem.cost is not None):
         spread = _place_by("row_wise", problem, mesh, sizes)
     if problem.wishes.split == "auto" and problem.cost is not None:
-        whole = _place_by("table_wise", problem, mesh, sizes)
+        for split in ("table_wise", "data_parallel"):
+            whole += _place_by(split, problem, mesh, sizes)
     cold = _best([*found, *spread, *whole], problem)
     if problem.hot == 0:
         return cold
@@ -58,11 +60,12 @@ def plan_in_groups(
     plans = [cold.explained(), *(one.explained() for one in spread if one is not cold)]
     hot = HotRows(
         plans,
-        problem.stats,
+        problem.stats.without_rows_of(problem.constraints.placed),
         rates=problem.rates,
         cost=problem.cost or NO_DENSE,
         state=problem.state,
         limit=problem.limit,
+        everything=problem.wishes.split == "auto" and problem.constraints.may_copy_all,
     )
     return Grouped(hot.choose(problem.hot))
 
@@ -89,8 +92,10 @@ def _place_by(
 ) -> list[Grouped]:
     """All tables by one split, exactly; nothing if pins or memory forbid it."""
     exchange = problem.wishes.exchange
-    if split == "row_wise" and exchange == "auto":
+    if split in ("row_wise", "data_parallel") and exchange == "auto":
         exchange = "rows"
+    if split == "data_parallel" and exchange == "pooled":
+        return []
     wishes = replace(problem.wishes, split=split, exchange=exchange, allow_inexact=False)
     with contextlib.suppress(PlanError):
         return _place(replace(problem, wishes=wishes), mesh, sizes, lambda share: None)[:1]

@@ -17,12 +17,18 @@ _ID = 4.0
 
 
 class RowOrder:
-    """The rows of a plan's tables that may be hot, in the order in which they become it."""
+    """The rows of a plan's tables that may be hot, in the order in which they become it.
+
+    It does not depend on the order of the tables: ``by_name`` has their numbers in that of names.
+    """
 
     def __init__(self, plan: Plan, stats: Stats, state: RuleState, limit: int | None) -> None:
         self.plan = plan
         owners, scores, sizes = [], [], []
-        for number, table in enumerate(plan.tables):
+        # Rows of one score, and there are many, become hot table by table, in the order of names.
+        self.by_name = sorted(range(len(plan.tables)), key=lambda i: plan.tables[i].name)
+        for number in self.by_name:
+            table = plan.tables[number]
             heat = stats.tables[table.name].heat
             if heat is None or not may_have_copies(table):
                 continue

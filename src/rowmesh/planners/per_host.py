@@ -93,7 +93,9 @@ class RowTiers:
     ) -> None:
         self.plan, self._sums, self._local = plan, sums, plan.mesh.local
         self.rows = []
-        for number, table in enumerate(plan.tables):
+        # By name: the same bits of sums in any order of tables.
+        by_name = sorted(enumerate(plan.tables), key=lambda pair: pair[1].name)
+        for number, table in by_name:
             heat = stats.tables[table.name].heat
             if heat is not None and may_have_copies(table):
                 topology = plan.mesh.topology

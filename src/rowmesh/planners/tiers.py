@@ -8,6 +8,7 @@ included. Where hosts have several ranks, cuts into three tiers at several price
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -157,10 +158,12 @@ class HotRows:
     def _best_of(self, k: int) -> _Try:
         fits = [order for order in self._orders if order.most >= k]
         tables = [table for order in self._orders for table in order.plan.tables]
-        if not fits and not any(may_have_copies(table) for table in tables):
+        heats = {name: accesses.heat for name, accesses in self._stats.tables.items()}
+        if not fits and not any(may_have_copies(t) and heats[t.name] is not None for t in tables):
             raise PlanError(
-                f"{k:,} hot rows are wanted, but no table can have any: those that owners pool, or "
-                f"that every rank has whole, cannot; leave split and exchange at auto"
+                f"{k:,} hot rows are wanted, but no table can have any: those that owners pool, "
+                f"that every rank has whole, or that are pinned to ranks or a host, cannot; leave "
+                f"split and exchange at auto"
             )
         if not fits:
             raise PlanError(
@@ -187,7 +190,8 @@ class HotRows:
         plan, lines = order.plan, 0
         total = sync = early = no_load(plan.mesh.topology.world)
         counts = order.counts(k)
-        for number, (table, count) in enumerate(zip(plan.tables, counts, strict=True)):
+        for number in order.by_name:
+            table, count = plan.tables[number], counts[number]
             key = (id(plan), number, count, sums if count else "")
             if key not in self._loads:
                 self._loads[key] = self._load(plan, table, count, sums)
@@ -300,24 +304,26 @@ class HotRows:
 
     def _finish(self, chosen: _Try, cold: _Try, best: _Try | None = None) -> Plan:
         plan, k = chosen.base, chosen.k
-        requests = {t.name: self._stats.tables[t.name].requests for t in plan.tables}
+        asked = math.fsum(self._stats.tables[t.name].requests for t in plan.tables)
         host_rows = 0
         if chosen.tiers is not None:
             plan = chosen.tiers
             rows, host_rows = (_num_hot(plan, copies) for copies in (Copies.WORLD, Copies.HOST))
-            covered = sum(
+            covered = math.fsum(
                 self._stats.tables[t.name].part(hot_ids(hot, where=t.name))[0].requests
                 for t in plan.tables
                 for _, hot in t.hot
             )
         elif k is None:
-            rows, covered = sum(t.num_embeddings for t in plan.tables), sum(requests.values())
+            rows, covered = sum(t.num_embeddings for t in plan.tables), asked
         else:
             order = next(o for o in self._orders if o.plan is plan)
-            counts, covered = order.counts(k), 0.0
-            for table, count in zip(plan.tables, counts, strict=True):
-                if count:
-                    covered += self._stats.tables[table.name].part(count)[0].requests
+            counts = order.counts(k)
+            covered = math.fsum(
+                self._stats.tables[table.name].part(count)[0].requests
+                for table, count in zip(plan.tables, counts, strict=True)
+                if count
+            )
             rows, plan = k, order.with_hot(counts, chosen.sums)
         bytes_of = state_bytes(self._state)
         held = np.array(bytes_per_rank(plan, **bytes_of)) - bytes_per_rank(cold.base, **bytes_of)
@@ -325,7 +331,7 @@ class HotRows:
             rows=rows,
             host_rows=host_rows,
             num_bytes=max(0, int(held.max())),
-            coverage=covered / max(sum(requests.values()), 1e-300),
+            coverage=covered / max(asked, 1e-300),
             step_s=chosen.step_s,
             step_s_cold=cold.step_s,
             best_rows=0 if best is None or best is cold else _num_rows(best),

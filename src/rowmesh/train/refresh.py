@@ -75,7 +75,7 @@ class TierRefresh:
                 cost = rates.dense.scaled(flops=flops, parameters=parameters)
         return choose_tiers(
             plan,
-            Stats.from_batches(self._tables, self._seen),
+            Stats.from_batches(self._tables, self._seen).without_rows_of(config.constraints.placed),
             tiers=config.tiers,
             rates=rates,
             cost=cost,
