@@ -112,6 +112,22 @@ def test_ranks_of_torchrun_are_joined_not_started(monkeypatch: pytest.MonkeyPatc
         launch(lambda mesh: None, ranks=2)
 
 
+def test_what_a_plan_asks_of_its_ranks_is_for_the_ranks_of_torchrun(
+    in_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pins and merged requests are impossible on one rank, which is all a started rank knows."""
+    launched: list[Any] = []
+    monkeypatch.setattr("rowmesh.cli.train.launch", lambda work, ranks: launched.append(ranks))
+    asked = ["train", "demo", "--set", 'plan.merge="on"']
+    asked += ["--set", "plan.constraints.pin.t_cat_1.ranks=[1]"]
+    found = run(*asked)
+    assert (found.exit_code, launched) == (2, [])
+    assert "pinned to rank 1, but there are 1" in found.output
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    found = run(*asked)
+    assert (found.exit_code, launched) == (0, [None])
+
+
 def test_a_peers_bad_input_is_bad_input() -> None:
     assert exit_code(rm.InputError("x")) == exit_code(rm.PlanError("x")) == 2
     assert exit_code(rm.PeerError("rank 1 failed: InputError: x")) == 2

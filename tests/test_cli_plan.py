@@ -12,7 +12,7 @@ import rowmesh as rm
 from rowmesh.cli import app
 from rowmesh.cli.plan import _parse_bytes
 from rowmesh.cli.workload import Knowledge, read_workload
-from rowmesh.placement import Exchange, HotSet, Plan, Predicted, Tier
+from rowmesh.placement import Exchange, HotChoice, HotSet, Plan, Predicted, Tier
 from rowmesh.placement.diff import Change, diff_plans
 from rowmesh.placement.memory import bytes_per_rank
 from rowmesh.train import machine
@@ -68,6 +68,39 @@ def test_a_recipe_is_planned_by_its_own_settings(tmp_path: Path) -> None:
     refused = run("plan", recipe, "--batch", "64")
     assert refused.exit_code == 2
     assert "--batch 64 goes without a file" in refused.stderr
+
+
+def test_memory_is_told_with_the_state_of_the_recipes_rule(tmp_path: Path) -> None:
+    """Adam keeps two numbers an element: a rank holds three times the rows, and more."""
+    recipe, out = write(tmp_path / "r.toml", RECIPE), tmp_path / "p.json"
+    found = run("plan", recipe, "--depth", "1", "--out", out)
+    planned = rm.load_plan(out)
+    held = max(bytes_per_rank(planned, state_bytes_per_row=4, state_bytes_per_element=8))
+    assert held > 2.5 * max(bytes_per_rank(planned, state_bytes_per_row=0))
+    assert f"GiB per rank with the state of adam, largest {held / 2**30:.6f}:" in found.output
+
+
+def test_a_folder_of_a_recipes_name_does_not_hide_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "demo").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert run("plan", "demo").exit_code == 0
+
+
+def test_what_is_said_of_hot_rows_fits_a_terminal() -> None:
+    choice = HotChoice(
+        rows=123_456_789,
+        host_rows=123_456_789,
+        num_bytes=10**11,
+        coverage=0.5,
+        step_s=1.0,
+        step_s_cold=9.0,
+    )
+    assert max(map(len, str(choice).splitlines())) <= 100
+    assert str(choice).endswith("expected ms of a step 1,000.0, without 9,000.0")
+    few = replace(choice, rows=5, host_rows=0, num_bytes=10, step_s_cold=0.1, step_s=0.1)
+    assert "\n" not in str(few)
 
 
 def test_tables_of_a_file_are_planned(tmp_path: Path) -> None:

@@ -19,10 +19,11 @@ from rowmesh.cli.workload import Knowledge, Workload, is_recipe, read_workload, 
 from rowmesh.cost import DenseCost, Rates, load_calibration
 from rowmesh.data import CRITEO_KAGGLE, SyntheticClicks
 from rowmesh.errors import InputError, check_range
+from rowmesh.files import check_target
 from rowmesh.placement import Plan, load_plan, save_plan
 from rowmesh.placement.diff import diff_plans
 from rowmesh.placement.document import plan_to_json
-from rowmesh.placement.text import render_why
+from rowmesh.placement.text import render, render_why
 from rowmesh.planners import parse_allow, parse_sync, plan_tables
 from rowmesh.topology import Topology
 from rowmesh.train.config import RunConfig
@@ -178,6 +179,9 @@ def plan_command(
     rowmesh plan diff A B compares two plan files.
     """
     with one_sentence():
+        if out is not None:
+            way_out = "give --out a file in a folder that exists"
+            check_target(out, what="the plan", way_out=way_out)
         limit, said = _memory(memory_per_rank, hosts, ranks_per_host)
         topology = Topology(hosts=hosts, local=ranks_per_host, memory_bytes=limit)
         known = Knowledge(
@@ -227,7 +231,11 @@ def plan_command(
         if as_json:
             typer.echo(plan_to_json(plan), nl=False)
         else:
-            typer.echo("\n".join([str(plan), said, *([render_why(plan)] if why else [])]))
+            typer.echo(
+                "\n".join(
+                    [render(plan, rule=workload.sparse), said, *([render_why(plan)] if why else [])]
+                )
+            )
 
 
 @plan_app.command("diff")

@@ -126,8 +126,9 @@ def train_command(
         config = order.config()  # fail before ranks start
         order.folder()
         config.training.num_steps(config.data)
-        model = build_model(config.model, config.data, seed=config.seed)
-        check_plan(config.plan, model, Topology(local=max(ranks or 1, 1)))
+        if "WORLD_SIZE" not in os.environ:  # else the ranks are there, and plan at once
+            model = build_model(config.model, config.data, seed=config.seed)
+            check_plan(config.plan, model, Topology(local=max(ranks or 1, 1)))
         launch(functools.partial(_train_rank, order), ranks=ranks)
 
 

@@ -1,12 +1,13 @@
 """A plan as a table that fits 100 columns."""
 
 from rowmesh.placement.codecs import describe_codecs
-from rowmesh.placement.memory import bytes_per_rank
+from rowmesh.placement.memory import bytes_per_rank, rule_state
 from rowmesh.placement.plan import Copies, Plan, TablePlan
 
 __all__ = ["bytes_per_rank", "render", "render_why", "shorten"]
 
 _GIB = 1 << 30
+_ROWWISE = "rowwise_adagrad"
 
 
 def shorten(text: str, width: int) -> str:
@@ -54,8 +55,8 @@ def _groups(plan: Plan) -> list[str]:
     return lines
 
 
-def render(plan: Plan, *, max_tables: int = 40) -> str:
-    """The plan for people: a row a table, GiB per rank with optimiser state, exactness."""
+def render(plan: Plan, *, max_tables: int = 40, rule: str = _ROWWISE) -> str:
+    """The plan for people: a row a table, GiB per rank with the state of ``rule``, exactness."""
     mesh, world = plan.mesh, plan.mesh.hosts * plan.mesh.local
     label = plan.exactness
     lines = [
@@ -68,10 +69,15 @@ def render(plan: Plan, *, max_tables: int = 40) -> str:
     ]
     lines += [_row(plan, table, world) for table in plan.tables[:max_tables]]
     lines += _more(plan, max_tables)
-    gib = [b / _GIB for b in bytes_per_rank(plan)]
+    kept = rule_state(rule)
+    held = bytes_per_rank(
+        plan, state_bytes_per_row=kept.row_bytes, state_bytes_per_element=kept.element_bytes
+    )
+    gib = [b / _GIB for b in held]
     digits = 2 if max(gib) >= 0.1 else 6
     shown = " ".join(f"{g:.{digits}f}" for g in gib[: 8 if digits == 2 else 4])
-    state = "row-wise AdaGrad's state" + (" and look-ahead's" if plan.depth > 1 else "")
+    state = "row-wise AdaGrad's state" if rule == _ROWWISE else f"the state of {rule}"
+    state += " and look-ahead's" if plan.depth > 1 else ""
     lines.append(f"GiB per rank with {state}, largest {max(gib):.{digits}f}:")
     lines.append(f"  {shown}{' ...' if len(shown.split()) < world else ''}")
     if plan.hot is not None:

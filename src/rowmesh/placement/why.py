@@ -55,11 +55,12 @@ class HotChoice:
         cold, step = self.step_s_cold * 1e3, self.step_s * 1e3
         if self.rows or self.host_rows:
             per_host = f" and {self.host_rows:,} per host" if self.host_rows else ""
-            return (
+            rows = (
                 f"hot rows: {self.rows:,}{per_host} ({self.num_bytes / 1e6:,.1f} MB a rank) take "
-                f"{self.coverage:.0%} of requests; expected ms of a step {step:,.1f}, without "
-                f"{cold:,.1f}"
+                f"{self.coverage:.0%} of requests;"
             )
+            steps = f"expected ms of a step {step:,.1f}, without {cold:,.1f}"
+            return f"{rows} {steps}" if len(rows) + len(steps) < _WIDTH else f"{rows}\n  {steps}"
         if self.best_rows:
             return (
                 f"hot rows: none, which is best: {self.best_rows:,} would make a step "

@@ -3,19 +3,18 @@
 import json
 import sys
 
-import torch
-
 from rowmesh.comm.mesh import init_mesh
 from rowmesh.reproduce.p2res import settings_of
 from rowmesh.reproduce.sweep import sweep
 from rowmesh.train.calibrate import calibrate
+from rowmesh.train.launch import settle_rank
 
 __all__: list[str] = []
 
 
 def main() -> None:
     """Calibrate, then curve after curve."""
-    torch.set_num_threads(1)
+    settle_rank()
     settings = settings_of(json.loads(sys.argv[1]))
     with init_mesh() as mesh:
         calibration = calibrate(settings[0].config, mesh)

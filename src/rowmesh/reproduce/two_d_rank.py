@@ -4,18 +4,17 @@ import json
 import sys
 from typing import Any
 
-import torch
-
 from rowmesh.comm.mesh import init_mesh
 from rowmesh.reproduce.two_d_speed import Speed, compare_groups, config_of
 from rowmesh.train.calibrate import calibrate
+from rowmesh.train.launch import settle_rank
 
 __all__: list[str] = []
 
 
 def main() -> None:
     """Calibrate, then every plan in turn."""
-    torch.set_num_threads(1)
+    settle_rank()
     words: dict[str, Any] = json.loads(sys.argv[1])
     fields: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in words.items()

@@ -27,9 +27,10 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from rowmesh.comm.mesh import Mesh, init_mesh
 from rowmesh.comm.status import sentence_of
 from rowmesh.errors import InputError, PeerError
+from rowmesh.storage import keep_freed_memory
 from rowmesh.train.stop import INTERRUPTED, SIGNALS
 
-__all__ = ["exit_code", "launch"]
+__all__ = ["exit_code", "launch", "settle_rank"]
 
 T = TypeVar("T")
 
@@ -56,7 +57,7 @@ def launch(work: Callable[[Mesh], T], *, ranks: int | None = None) -> T:
     Under ``torchrun`` (WORLD_SIZE is set) this process joins its ranks; one rank needs no other
     process. Otherwise torch's launcher starts the ranks, each with one torch thread, and ends
     all of them when one fails. SIGINT and SIGTERM go on to the ranks, which stop when they like
-    (`rowmesh.train.stop.Stop`); the next one kills them.
+    (`rowmesh.train.stop.Stop`); the next one kills them. Every rank keeps freed memory.
 
     Args:
         work: A function or `functools.partial` that pickles; it runs on every rank.
@@ -77,10 +78,17 @@ def launch(work: Callable[[Mesh], T], *, ranks: int | None = None) -> T:
     if joined and ranks is not None and ranks != joined:
         raise InputError(f"torchrun started {joined} ranks, not {ranks}: leave out the ranks")
     if joined or ranks in (None, 1):
+        keep_freed_memory()
         with init_mesh() as mesh:
             return work(mesh)
     assert ranks is not None
     return _start(work, ranks)
+
+
+def settle_rank() -> None:
+    """One torch thread, and freed memory is kept: for processes that are nothing but a rank."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
 
 
 def _start(work: Callable[[Mesh], T], ranks: int) -> T:
@@ -116,7 +124,7 @@ def _start(work: Callable[[Mesh], T], ranks: int) -> T:
 
 def _run_rank(work: Callable[[Mesh], T]) -> T:
     """A started rank: leave the reason of a failure for the launcher, and end at once."""
-    torch.set_num_threads(1)
+    settle_rank()
     try:
         signal.signal(signal.SIGINT, _interrupt)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked since this process began
