@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from choosing import add_plan_flags, choose_plan, summary
 from cores import add_own_cores_flag, bind_to_own_cores
-from dense_step import DENSE, EPS, dense_parts, sizes
+from dense_step import DENSE, EPS, dense_parts, least_dense_parts, sizes
 from forecasting import Foretold, forecast_ms, pairs
 from racing.gates import Gate
 from racing.rounds import nic_bytes, timed
@@ -326,7 +326,7 @@ class Work:
     def dense(self, count: int) -> dict[str, float]:
         """Steps of the dense layers alone."""
         batch = self.job.clicks.batch_at(self.mesh.rank, 0)
-        return dense_parts(self.args, self.job.model, self.mesh, batch, count)
+        return least_dense_parts(self.args, self.job.model, self.mesh, batch, count)
 
 
 def trace(tracing: rm.Tracing, step: Callable[[int], Tensor], mesh: rm.Mesh, *, first: int) -> None:

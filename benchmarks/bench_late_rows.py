@@ -47,7 +47,7 @@ def main() -> None:
     report_turns(
         args,
         title=["# Hot rows two batches deep", "Rows: of all ranks together, a step."],
-        entries_of=lambda shape, topology: entries_of(args.hot, topology),
+        entries_of=lambda shape, topology: [entries_of(args.hot, topology)],
         describe=describe,
     )
 

@@ -172,8 +172,12 @@ def code_hash() -> str:
     """Of the package and the benchmarks as they are, so that a commit of a page changes nothing."""
     digest = hashlib.sha256()
     folders = [REPOSITORY / name for name in ("src", "benchmarks")]
-    for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
+    code = (".py", ".c", ".h")
+    for path in sorted(p for folder in folders for p in folder.rglob("*") if p.suffix in code):
         digest.update(f"{path.relative_to(REPOSITORY)}\n".encode() + path.read_bytes())
+    for name, value in sorted(os.environ.items()):
+        if name.startswith("ROWMESH_"):  # switches of the code
+            digest.update(f"{name}={value}\n".encode())
     return digest.hexdigest()[:12]
 
 

@@ -1,6 +1,7 @@
 """The floor of a shape: the least time a step can take there, from the ids and two constants.
 
-numpy only; nothing of rowmesh's runtime or cost model. H hosts, C bytes/s each way a host (full
+numpy only; nothing of rowmesh's runtime or cost model. The dense layers are timed as ours and as
+torch's own, and the shorter step counts. H hosts, C bytes/s each way a host (full
 duplex), D columns in fp32, P dense parameters. Bytes are of all hosts together; a host's share is
 1/H of them (perfect balance, which no schedule beats). No latency, no headers, no lookups.
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rowmesh.files import write_whole
+
 from .contestants import Entry, Place
 from .judge import round_ms
 from .machine import cpu_name
@@ -53,57 +55,59 @@ def report_turns(
     args: argparse.Namespace,
     *,
     title: Sequence[str],
-    entries_of: Callable[[Shape, Path], Sequence[Entry]],
+    entries_of: Callable[[Shape, Path], Sequence[Sequence[Entry]]],
     describe: Callable[[Mapping[str, Any]], list[str]],
 ) -> None:
-    """Every shape, printed as soon as it is done; then OUT.json and OUT.md.
+    """Every shape, printed and written to OUT.json and OUT.md as soon as it is done.
 
     Args:
         args: With `add_turn_flags`.
         title: Lines of the page before the shapes.
-        entries_of: The settings of a shape, with the file of its calibration.
+        entries_of: Lists of the settings of a shape, with the file of its calibration: those of a
+            list are alive at once and take turns.
         describe: The lines of a shape's ``shape``, ``plans`` and ``rounds``.
     """
-    found = []
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    about, found = _about(args), []
+    page = [title[0], "", _about_line(about), "", *title[1:], ""]
     for shape in parse_shapes(args.shapes, pooling=str(args.pooling), alpha=str(args.alpha)):
         found.append(_take_turns(args, shape, entries_of))
-        print("\n".join(describe(found[-1])), flush=True)
-    document = {"about": _about(args), "shapes": found}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.with_name(args.out.name + ".json").write_text(json.dumps(document, indent=1) + "\n")
-    page = [title[0], "", _about_line(document["about"]), "", *title[1:], ""]
-    for result in found:
-        page += [*describe(result), ""]
-    args.out.with_name(args.out.name + ".md").write_text("\n".join(page))
+        lines = describe(found[-1])
+        print("\n".join(lines), flush=True)
+        page += [*lines, ""]
+        document = json.dumps({"about": about, "shapes": found}, indent=1) + "\n"
+        write_whole(args.out.with_name(args.out.name + ".json"), document)
+        write_whole(args.out.with_name(args.out.name + ".md"), "\n".join(page))
 
 
 def _take_turns(
-    args: argparse.Namespace, shape: Shape, entries_of: Callable[[Shape, Path], Sequence[Entry]]
+    args: argparse.Namespace,
+    shape: Shape,
+    entries_of: Callable[[Shape, Path], Sequence[Sequence[Entry]]],
 ) -> dict[str, Any]:
     """The rounds of all settings of a shape, and their plans."""
     with tempfile.TemporaryDirectory() as folder:
         topology = Path(folder) / f"{shape.layout}.topology"
         settings = _settings(args, topology.parent)
-        flags = settings.script_flags(shape)
-        with Place(shape.hosts, shape.local, flags=flags, peer="") as place:
-            place.set_rate(shape.rate)
-            _say(f"{shape.name}: rowmesh calibrate")
-            place.calibrate(topology, settings.model_settings())
-            for entry in entries_of(shape, topology):
-                place.start(entry)
-                _say(f"{shape.name}: {entry.name} is ready")
-            place.set_rate(shape.rate)
-            alive = {entry.name: contestant for entry, contestant in place.alive.items()}
-            rounds: list[dict[str, Any]] = []
-            for number in range(args.rounds):
-                names = list(alive) if number % 2 == 0 else list(reversed(alive))
-                turn = {}
-                for name in names:
-                    steps = alive[name].steps(args.steps)
-                    turn[name] = steps | {"trace": alive[name].trace(args.traced)}
-                rounds.append(turn)
-                _say(f"{shape.name}: round {number + 1} of {args.rounds}")
-            plans = {name: contestant.ready["plan"] for name, contestant in alive.items()}
+        flags, plans = settings.script_flags(shape), {}
+        rounds: list[dict[str, Any]] = [{} for _ in range(args.rounds)]
+        for number, entries in enumerate(entries_of(shape, topology)):
+            with Place(shape.hosts, shape.local, flags=flags, peer="") as place:
+                place.set_rate(shape.rate)
+                if not number:
+                    _say(f"{shape.name}: rowmesh calibrate")
+                    place.calibrate(topology, settings.model_settings())
+                for entry in entries:
+                    place.start(entry)
+                    _say(f"{shape.name}: {entry.name} is ready")
+                place.set_rate(shape.rate)
+                alive = {entry.name: contestant for entry, contestant in place.alive.items()}
+                plans |= {name: contestant.ready["plan"] for name, contestant in alive.items()}
+                for turn, found in enumerate(rounds):
+                    for name in list(alive) if turn % 2 == 0 else list(reversed(alive)):
+                        steps = alive[name].steps(args.steps)
+                        found[name] = steps | {"trace": alive[name].trace(args.traced)}
+                    _say(f"{shape.name}: round {turn + 1} of {args.rounds}")
     return {"shape": shape.name, "plans": plans, "rounds": rounds}
 
 
