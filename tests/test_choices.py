@@ -32,13 +32,15 @@ def clicks(pooling: int, alpha: float) -> tuple[SyntheticClicks, Stats]:
     pooling=st.sampled_from([1, 5, 20]),
     alpha=st.sampled_from([0.8, 1.05, 1.2]),
     mbit=st.sampled_from([20, 200, 2_000]),
+    inside=st.sampled_from([0.1, 1.0, 20.0]),
     depth=st.sampled_from([1, 2]),
 )
 def test_auto_is_as_fast_as_every_split_for_all_tables(
-    shape: tuple[int, int], pooling: int, alpha: float, mbit: int, depth: int
+    shape: tuple[int, int], pooling: int, alpha: float, mbit: int, inside: float, depth: int
 ) -> None:
     data, stats = clicks(pooling, alpha)
-    rates = rm.Rates(cross_bytes_per_s=mbit * 125e3)
+    card = mbit * 125e3
+    rates = rm.Rates(cross_bytes_per_s=card, host_bytes_per_s=card * inside)
     tables = rm.EmbeddingBagCollection(data.tables(16), device="meta")
     model = rm.models.DLRM(tables, 13, (32, 16), (32, 1))
     topology = Topology(hosts=shape[0], local=shape[1])
@@ -52,3 +54,5 @@ def test_auto_is_as_fast_as_every_split_for_all_tables(
         exchange = "auto" if split == "table_wise" else "rows"  # exact, as auto is
         plan = rm.make_plan(model, topology, split=split, exchange=exchange, **wishes)
         assert auto <= step_s(plan) * MOST * (1.0 + 1e-9), split
+    plain = rm.make_plan(model, topology, merge="off", **wishes)
+    assert auto <= step_s(plain) * MOST * (1.0 + 1e-9), "merge off"

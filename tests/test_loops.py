@@ -201,7 +201,7 @@ def test_batches_begun_together_know_of_each_others_steps() -> None:
 
 def impatient(mesh: Mesh, case: Case, name: str) -> tuple[list[int], dict[str, torch.Tensor]]:
     """Gradients that follow go only when told: who waits for them without telling is stuck."""
-    with mock.patch.object(following, "_PATIENCE_S", 60.0):
+    with mock.patch.object(following, "_PATIENCE_S", 600.0):
         return loops(mesh, case, name)
 
 

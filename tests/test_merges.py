@@ -12,6 +12,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
 import rowmesh as rm
 from rowmesh.comm.mesh import Mesh
@@ -155,6 +156,29 @@ def test_sums_are_flat_where_memory_is_slow_the_card_fast_and_nothing_needs_them
     assert steps[0] < steps[1] * 0.975
     assert rm.make_plan(model, square, rates=slow, merge="on", **given).tree == "host-first"
     assert rm.make_plan(model, square, rates=SLOW, merge="off", **given).tree == "host-first"
+
+
+def test_merging_that_is_asked_for_is_not_refused_where_copied_tables_would_be_faster() -> None:
+    """Tiny tables and long latencies."""
+    configs = [
+        rm.EmbeddingBagConfig(
+            name=f"t{i}", num_embeddings=9, embedding_dim=4, feature_names=[f"f{i}"]
+        )
+        for i in range(3)
+    ]
+    model = rm.EmbeddingBagCollection(configs, device="meta")
+    rates = rm.Rates(cross_latency_s=1e-2)
+    for tiers in ("off", "auto"):
+        given: dict[str, Any] = {"rates": rates, "cost": COST, "tiers": tiers}
+        if tiers == "auto":
+            ids = torch.arange(64) % 9
+            lengths = torch.ones(3 * 64, dtype=torch.int64)
+            batch = rm.KeyedJaggedTensor(["f0", "f1", "f2"], ids.repeat(3), lengths=lengths)
+            given["stats"] = Stats.from_batches(configs, [batch] * 16)
+        free = rm.make_plan(model, Topology(hosts=2, local=2), **given)
+        assert not any(table.merged for table in free.tables)
+        asked = rm.make_plan(model, Topology(hosts=2, local=2), merge="on", **given)
+        assert any(table.merged for table in asked.tables)
 
 
 def test_words_of_merge() -> None:

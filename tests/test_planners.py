@@ -696,6 +696,25 @@ def test_documents_that_are_no_constraints(document: Any, message: str) -> None:
         parse_constraints(document)
 
 
+@pytest.mark.parametrize(
+    ("pin", "may"),
+    [
+        (Pin(ranks=(1,)), False),
+        (Pin(host=0), False),
+        (Pin(split="row_wise"), False),
+        (Pin(group=2), False),
+        (Pin(exchange="pooled"), False),
+        (Pin(exchange="rows"), True),
+        (Pin(dedup=False), True),
+    ],
+)
+def test_pins_say_whether_every_table_may_be_copied(pin: Pin, may: bool) -> None:
+    found = Constraints(pin={"a": pin}, together=(("a", "b"), ("c", "d")))
+    assert found.may_copy_all == may
+    is_placed = pin.ranks is not None or pin.host is not None
+    assert found.placed == (("a", "b") if is_placed else ())
+
+
 def test_a_pinned_exchange_may_be_inexact() -> None:
     pin = {"a": Pin(split="row_wise", exchange="pooled")}
     plan = make_plan(bags(bag("a"), bag("b")), EIGHT, constraints=Constraints(pin=pin))

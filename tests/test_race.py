@@ -16,10 +16,10 @@ import pytest
 from benchmarks.racing import floor, peer
 from benchmarks.racing.between import describe_gap, describe_step
 from benchmarks.racing.contestants import (
-    THEIRS,
     THEIRS_PLAIN,
     ours,
     ours_lossy,
+    theirs,
     theirs_lossy,
     with_own_cores,
 )
@@ -353,10 +353,15 @@ def test_lossy_settings_are_made_of_the_best_exact_ones() -> None:
     assert int8.name == "table-wise int8,dense=bf16"
     assert free.flags[free.flags.index("--allow") + 1] == "lossy"
     assert {e.role for e in (bf16, int8, free)} == {"ours_lossy"}
-    bound = with_own_cores(THEIRS[1])
+    table_wise, planner, *told = theirs(files, hosts=2)
+    assert table_wise.flags == ("--sharding", "table_wise", "--pipeline", "sparse_dist")
+    assert [e.name for e in told] == [f"planner told of 2x1_{r}" for r in ("1gbit", "200mbit")]
+    assert [e.flags[2:4] for e in told] == [("--topology", str(file)) for file in files]
+    assert theirs(files[:1], hosts=1) == (table_wise, planner)
+    bound = with_own_cores(planner)
     assert (bound.role, bound.name) == ("theirs", "planner, own cores")
-    assert bound.flags == (*THEIRS[1].flags, "--own-cores")
-    assert [e.name for e in theirs_lossy(THEIRS[1])] == ["planner fp16", "planner int8"]
+    assert bound.flags == (*planner.flags, "--own-cores")
+    assert [e.name for e in theirs_lossy(planner)] == ["planner fp16", "planner int8"]
     assert THEIRS_PLAIN.flags[-2:] == ("--pipeline", "none")
     assert not THEIRS_PLAIN.is_ours
 

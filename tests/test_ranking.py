@@ -106,7 +106,7 @@ def test_a_batch_with_half_a_group_is_bad_input_on_all_ranks() -> None:
 
 
 def test_they_are_printed_where_there_are_groups(capsys: pytest.CaptureFixture[str]) -> None:
-    view = View(num_steps=2, world=1, first_step=0, stop=Stop(rm.init_mesh()))
+    view = View(num_steps=2, world=1, first_step=0, stop=Stop(rm.init_mesh()), rule="sgd")
     found = {"auc": 0.5, "ne": 1.0, "logloss": 0.7}
     view.show_evaluation(1, found)
     view.show_evaluation(1, found | {"groups": 1200.0, "hr_at_10": 0.25, "ndcg_at_10": 0.125})

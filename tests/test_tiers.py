@@ -198,6 +198,19 @@ def test_fewer_hot_rows_are_chosen_where_fewer_are_asked_for() -> None:
     assert 0 < chosen.hot.rows == len(heat_of(stats, "a")) < 50
 
 
+def test_rows_get_no_copies_per_host_under_flat_sums() -> None:
+    """Where they would under host-first ones: slow links between hosts, none inside."""
+    tables = (table("a", rows=2000, dedup=False),)
+    stats = stats_of(tables, zipf_batches({"a": 2000}, count=16, requests=2000))
+    rates = replace(RATES, host_bytes_per_s=1e15)
+    limit = max(bytes_per_rank(plan(*tables))) + 20_000
+    for tree, has_copies in (("host-first", True), ("flat", False)):
+        base = replace(plan(*tables), tree=tree)
+        chosen = choose_tiers(base, stats, rates=rates, limit=limit)
+        copies = {tier.copies for t in chosen.tables for tier, _ in t.hot}
+        assert (Copies.HOST in copies) == has_copies
+
+
 def test_a_refresh_changes_nothing_but_hot_rows() -> None:
     tables = (table("a", rows=30),)
     stats = stats_of(tables, zipf_batches({"a": 30}, count=16, requests=200))

@@ -334,13 +334,13 @@ def test_tensorboard_is_written_for_where_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("tensorboard")
-    board = open_board(tmp_path / "board", log_every=1)
+    board = open_board(tmp_path / "board", log_every=1, rule="sgd")
     assert board is not None
     Trainer(tiny_run(), rm.init_mesh()).run(listeners=[board])
     board.close()
     assert [f.stat().st_size > 0 for f in (tmp_path / "board").iterdir()] == [True]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    assert open_board(tmp_path / "none", log_every=1) is None
+    assert open_board(tmp_path / "none", log_every=1, rule="sgd") is None
 
 
 def test_constraints_of_a_recipe_are_obeyed() -> None:

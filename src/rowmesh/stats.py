@@ -134,8 +134,9 @@ class Stats:
     tables: Mapping[str, Accesses]
 
     def without_rows_of(self, names: Iterable[str]) -> "Stats":
-        """The same, but nothing is known of single rows of these tables."""
-        cold = {name: replace(self.tables[name], heat=None) for name in names}
+        """The same, but nothing is known of single rows of these tables; of others it is kept."""
+        known = self.tables
+        cold = {name: replace(known[name], heat=None) for name in names if name in known}
         return replace(self, tables={**self.tables, **cold}) if cold else self
 
     @staticmethod

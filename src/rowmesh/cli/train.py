@@ -155,8 +155,15 @@ def _train_rank(order: _Order, mesh: Mesh) -> None:
         if mesh.rank == 0:
             listeners += _writers(config, folder, trainer, closing)
         if mesh.rank == 0 and not order.as_json:
-            shape = {"num_steps": trainer.num_steps, "world": mesh.world}
-            view = closing.enter_context(View(**shape, first_step=trainer.start, stop=stop))
+            view = closing.enter_context(
+                View(
+                    num_steps=trainer.num_steps,
+                    world=mesh.world,
+                    first_step=trainer.start,
+                    stop=stop,
+                    rule=config.optimiser.sparse,
+                )
+            )
             listeners.append(view)
         tracing = _tracing(order, trainer)
         found = trainer.run(listeners=listeners, stop=stop, tracing=tracing)
@@ -207,7 +214,9 @@ def _writers(
     closing.callback(metrics.close)
     found: list[Listener] = [metrics]
     if config.training.tensorboard:
-        board = open_board(folder.tensorboard, log_every=every, after=start)
+        board = open_board(
+            folder.tensorboard, log_every=every, rule=config.optimiser.sparse, after=start
+        )
         if board is not None:
             closing.callback(board.close)
             found.append(board)

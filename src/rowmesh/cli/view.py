@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from rowmesh.placement import Plan
+from rowmesh.placement.text import render
 from rowmesh.train.stop import Stop
 from rowmesh.train.tally import StepRecord
 
@@ -24,8 +25,10 @@ class View:
     When nobody reads stdout any more, as in ``rowmesh train | head``, it asks for a stop.
     """
 
-    def __init__(self, *, num_steps: int, world: int, first_step: int, stop: Stop) -> None:
-        self._num_steps, self._world, self._stop = num_steps, world, stop
+    def __init__(
+        self, *, num_steps: int, world: int, first_step: int, stop: Stop, rule: str
+    ) -> None:
+        self._num_steps, self._world, self._stop, self._rule = num_steps, world, stop, rule
         self._console = Console(highlight=False, soft_wrap=True)
         self._bar = Progress(
             BarColumn(bar_width=24),
@@ -49,7 +52,7 @@ class View:
 
     def show_plan(self, plan: Plan) -> None:
         """The plan, then the bar."""
-        self.say(str(plan))
+        self.say(render(plan, rule=self._rule))
         self._bar.start()
 
     def show_step(self, record: StepRecord) -> None:

@@ -31,7 +31,7 @@ def late_share(
     return min(1.0, max(0.0, (asked + others - all_of_them) / asked))
 
 
-def early_share(plan: Plan, table: TablePlan, cold: Accesses) -> float:
+def early_share(plan: Plan, table: TablePlan, cold: Accesses, *, num_hot: int = 0) -> float:
     """The share of a table's messages in forward that no unfinished step holds up.
 
     Rows that the batches of d - 1 steps on all ranks of a group touch are late; so is all that
@@ -41,6 +41,7 @@ def early_share(plan: Plan, table: TablePlan, cold: Accesses) -> float:
         plan: With its depth d.
         table: Of the plan.
         cold: Accesses of its rows that have no copies.
+        num_hot: Rows that have some.
     """
     if plan.depth == 1 or table.exchange is Exchange.POOLED:
         return 0.0
@@ -48,7 +49,7 @@ def early_share(plan: Plan, table: TablePlan, cold: Accesses) -> float:
     early = 1.0
     if table.trainable:
         together = plan.mesh.local if table.merged else 1
-        rows = table.num_embeddings
+        rows = max(1, table.num_embeddings - num_hot)
         early -= late_share(cold, steps * groups.size, of=together, num_rows=rows)
         if groups.count > 1:
             period = 1 if plan.sync.mode == "gradients" else plan.sync.period
@@ -58,7 +59,7 @@ def early_share(plan: Plan, table: TablePlan, cold: Accesses) -> float:
     return early
 
 
-def follow_share(plan: Plan, table: TablePlan, cold: Accesses) -> float:
+def follow_share(plan: Plan, table: TablePlan, cold: Accesses, *, num_hot: int = 0) -> float:
     """The share of a table's gradients across hosts that may follow their step.
 
     Of merged requests, rows that the next batch of no rank asks for.
@@ -67,11 +68,12 @@ def follow_share(plan: Plan, table: TablePlan, cold: Accesses) -> float:
         plan: With its depth.
         table: Of the plan.
         cold: Accesses of its rows that have no copies.
+        num_hot: Rows that have some.
     """
     groups = plan.groups(table)
     if plan.depth == 1 or not may_follow(table, groups):
         return 0.0
-    rows = table.num_embeddings
+    rows = max(1, table.num_embeddings - num_hot)
     return 1.0 - late_share(cold, groups.size, of=plan.mesh.local, num_rows=rows)
 
 
@@ -84,16 +86,19 @@ def early_part(plan: Plan, loads: Mapping[str, Load], accesses: Mapping[str, Acc
         cold = accesses[table.name]
         for _, rows in table.hot:
             _, cold = cold.part(hot_ids(rows, where=f"table {table.name!r}"))
-        total += early_load(loads[table.name], plan, table, cold).values
+        num_hot = sum(rows.count for _, rows in table.hot)
+        total += early_load(loads[table.name], plan, table, cold, num_hot=num_hot).values
     return Load(total)
 
 
-def early_load(load: Load, plan: Plan, table: TablePlan, cold: Accesses) -> Load:
+def early_load(
+    load: Load, plan: Plan, table: TablePlan, cold: Accesses, *, num_hot: int = 0
+) -> Load:
     """Of a table's load, the bytes in forward that travel ahead and, where a `Load` has gradients,
     those that follow: of these as many cross as rows do the other way."""
     values = np.zeros_like(load.values)
     forward = load.values[:4] - load.values[4:8]
-    values[:4] = early_share(plan, table, cold) * forward
+    values[:4] = early_share(plan, table, cold, num_hot=num_hot) * forward
     returned = np.minimum(load.values[6:8], forward[3:1:-1])
-    values[6:8] = follow_share(plan, table, cold) * returned
+    values[6:8] = follow_share(plan, table, cold, num_hot=num_hot) * returned
     return Load(values)

@@ -15,7 +15,7 @@ from rowmesh.planners.codecs import choose_codecs
 from rowmesh.planners.constraints import Constraints
 from rowmesh.planners.depth import choose_depth, parse_depth
 from rowmesh.planners.groups import list_meshes
-from rowmesh.planners.merging import choose_tree, parse_merge
+from rowmesh.planners.merging import parse_merge
 from rowmesh.planners.options import Wishes
 from rowmesh.planners.placing import Problem
 from rowmesh.planners.tiers import parse_tiers
@@ -182,7 +182,6 @@ def plan_tables(
     constraints.check(tables, topology)
     meshes = list_meshes(topology, groups=groups, layout=layout)
     plan = choose_depth(problem, meshes, parse_depth(depth), on_progress=on_progress)
-    plan = choose_tree(problem, plan)
     plan = choose_codecs(
         plan,
         stats,

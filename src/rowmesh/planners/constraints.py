@@ -143,13 +143,16 @@ class Constraints:
 
     @property
     def placed(self) -> tuple[str, ...]:
-        """Tables pinned to ranks or a host: no other rank may hold a row of theirs."""
-        return tuple(n for n, p in self.pin.items() if p.ranks is not None or p.host is not None)
+        """Tables pinned to ranks or a host, or kept with one: no other rank may hold their rows."""
+        pinned = {n for n, p in self.pin.items() if p.ranks is not None or p.host is not None}
+        mates = {name for group in self.together if pinned & {*group} for name in group}
+        return tuple(sorted(pinned | mates))
 
     @property
     def may_copy_all(self) -> bool:
-        """Whether every table may be whole on every rank: no split of any is said, nor ranks."""
-        return not self.placed and all(pin.split is None for pin in self.pin.values())
+        """Whether every table may be whole on every rank: no pin says otherwise of any."""
+        said = any(p.split or p.group or p.exchange == "pooled" for p in self.pin.values())
+        return not self.placed and not said
 
     def group_sizes(self, tables: Sequence[TablePlan], size: int) -> dict[str, int]:
         """Ranks in the shard groups of each table: as pinned, for it or one kept with it."""

@@ -1,6 +1,5 @@
-"""Whether hosts merge the requests of their ranks, and add up first: if a step is shorter so."""
+"""Whether hosts merge the requests of their ranks: if a step is shorter so."""
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
@@ -11,7 +10,7 @@ from rowmesh.placement.groups import Groups, can_merge
 from rowmesh.planners.groups import choose_groups, evaluate
 from rowmesh.planners.placing import LEAST_GAIN, Problem
 
-__all__ = ["choose_merged", "choose_tree", "merge_all", "parse_merge"]
+__all__ = ["choose_merged", "merge_all", "parse_merge"]
 
 _WORDS: Final = ("auto", "off", "on")
 
@@ -52,34 +51,25 @@ def choose_merged(
         screened = (merge_all(flat), merge_all(flat.without_hot_rows()))
         if all(evaluate(plan, problem).step_s > most for plan in screened):
             return flat
+    wishes = replace(problem.wishes, merged=True)
     again = choose_groups(
-        replace(problem, wishes=replace(problem.wishes, merged=True)),
+        replace(problem, wishes=wishes),
         meshes,
         on_progress=lambda done: on_progress((1 + done) / 2),
     )
-    tried = [plan for plan in (again, merge_all(flat)) if any(t.merged for t in plan.tables)]
-    if not tried and problem.merge == "on":
-        raise PlanError(_cannot_merge(problem))
+    tried = [plan for plan in (again, merge_all(flat)) if _merges(plan)]
+    if not tried and problem.merge == "on":  # small tables are copied, unless their split is said
+        if wishes.split == "auto" and wishes.exchange != "pooled":
+            wishes = replace(wishes, split="row_wise", exchange="rows")
+            tried = [choose_groups(replace(problem, wishes=wishes), meshes)]
+        if not any(_merges(plan) for plan in tried):
+            raise PlanError(_cannot_merge(problem))
     best = min(tried, key=lambda plan: evaluate(plan, problem).step_s, default=flat)
     return flat if problem.merge == "auto" and evaluate(best, problem).step_s > most else best
 
 
-def choose_tree(problem: Problem, plan: Plan) -> Plan:
-    """``plan``, or the same with flat sums if a step is at least 2.5 % shorter so.
-
-    Host-first sums cross once for a host, but go through its memory twice, which nothing hides.
-    Merged requests and copies per host need them, and hot rows were chosen for them.
-    """
-    has_hot_rows = any(table.hot for table in plan.tables)
-    if problem.cost is None or plan.tree == "flat" or has_hot_rows:
-        return plan
-    with contextlib.suppress(PlanError):
-        flat = replace(plan, tree="flat").validate()
-        if problem.step_s(flat, problem.cost) < problem.step_s(plan, problem.cost) * (
-            1.0 - LEAST_GAIN
-        ):
-            return flat
-    return plan
+def _merges(plan: Plan) -> bool:
+    return any(table.merged for table in plan.tables)
 
 
 def _may_merge(problem: Problem, meshes: Sequence[MeshShape]) -> bool:
@@ -98,7 +88,7 @@ def _cannot_merge(problem: Problem) -> str:
 
 
 def merge_all(plan: Plan) -> Plan:
-    """``plan`` with the requests of all tables merged where they can be."""
+    """``plan`` with the requests of all tables merged where they can be, and host-first sums."""
     topology = plan.mesh.topology
     tables = [
         replace(
@@ -110,4 +100,5 @@ def merge_all(plan: Plan) -> Plan:
         )
         for table in plan.tables
     ]
-    return replace(plan, tables=tuple(tables))
+    found = replace(plan, tables=tuple(tables))
+    return replace(found, tree="host-first") if _merges(found) else found

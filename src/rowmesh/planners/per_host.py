@@ -46,10 +46,11 @@ def may_have_copies(table: TablePlan) -> bool:
 
 
 def has_peers(plan: Plan, table: TablePlan) -> bool:
-    """Whether copies per host make sense: groups of several whole hosts of several ranks each."""
+    """Whether copies per host make sense: groups of several whole hosts of several ranks each, and
+    sums that are made in hosts first."""
     groups, local = plan.groups(table), plan.mesh.local
     is_whole = groups.count == 1 or (groups.layout == "contiguous" and groups.size % local == 0)
-    return is_whole and local > 1 and groups.size > local
+    return is_whole and local > 1 and groups.size > local and plan.tree == "host-first"
 
 
 @dataclass(frozen=True, slots=True)

@@ -256,7 +256,8 @@ class HotRows:
             rates=rates,
             num_hot=count,
         )
-        return total + cold, sync, early_load(cold, plan, table, accesses)
+        early = early_load(cold, plan, table, accesses, num_hot=count)
+        return total + cold, sync, early
 
     def _everything(self, plan: Plan) -> list[_Try]:
         """Every table on every rank, if it fits."""

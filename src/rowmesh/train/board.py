@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from rowmesh.placement import Plan
+from rowmesh.placement.text import render
 from rowmesh.train.tally import StepRecord
 
 __all__ = ["Board", "open_board"]
@@ -12,12 +13,12 @@ __all__ = ["Board", "open_board"]
 class Board:
     """Writes loss, learning rate, samples/s, MB a step and metrics as TensorBoard scalars."""
 
-    def __init__(self, writer: Any, *, log_every: int) -> None:
-        self._writer, self._log_every = writer, log_every
+    def __init__(self, writer: Any, *, log_every: int, rule: str) -> None:
+        self._writer, self._log_every, self._rule = writer, log_every, rule
 
     def show_plan(self, plan: Plan) -> None:
         """The plan as text."""
-        self._writer.add_text("plan", f"```\n{plan}\n```")
+        self._writer.add_text("plan", f"```\n{render(plan, rule=self._rule)}\n```")
 
     def show_step(self, record: StepRecord) -> None:
         """A step that is due."""
@@ -44,10 +45,14 @@ class Board:
         self._writer.close()
 
 
-def open_board(folder: Path, *, log_every: int, after: int = 0) -> Board | None:
-    """A board in ``folder`` that hides points after step ``after``; None without TensorBoard."""
+def open_board(folder: Path, *, log_every: int, rule: str, after: int = 0) -> Board | None:
+    """A board in ``folder`` that hides points after step ``after``; None without TensorBoard.
+
+    Memory of the plan is told with the state of the update rule ``rule``.
+    """
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return None
-    return Board(SummaryWriter(str(folder), purge_step=after + 1), log_every=log_every)
+    writer = SummaryWriter(str(folder), purge_step=after + 1)
+    return Board(writer, log_every=log_every, rule=rule)
