@@ -60,6 +60,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from rowmesh.cost import load_calibration
 from rowmesh.data.synthetic import SyntheticClicks
 from rowmesh.models.layers import seed_dense
 from rowmesh.nn.init import initial_values
@@ -139,6 +140,9 @@ def parse_args() -> argparse.Namespace:
     """The flags; the defaults are the shapes of the reports."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--sharding", default="planner", choices=["planner", "table_wise"])
+    parser.add_argument(
+        "--topology", help="of rowmesh calibrate: how fast links are, for the planner"
+    )
     parser.add_argument("--pipeline", default="none", choices=["none", "sparse_dist"])
     parser.add_argument("--qcomm", default="fp32", choices=["fp32", "fp16", "int8"])
     parser.add_argument("--cap", type=float, default=1e6, help="upper limit on a table's rows")
@@ -213,6 +217,7 @@ def make_plan(
             world_size=dist.get_world_size(),
             local_world_size=get_local_size(),
             compute_device="cpu",
+            **link_speeds(args.topology),
         ),
         batch_size=args.batch,
         constraints={
@@ -222,6 +227,17 @@ def make_plan(
         storage_reservation=HeuristicalStorageReservation(percentage=0.05),
     )
     return planner.collective_plan(model, sharders, dist.GroupMember.WORLD)
+
+
+def link_speeds(file: str | None) -> dict[str, float]:
+    """As TorchRec's planner takes them, in bytes a millisecond; its own guess without a file."""
+    if file is None:
+        return {}
+    rates = load_calibration(file).rates
+    return {
+        "intra_host_bw": rates.host_bytes_per_s / 1e3,
+        "inter_host_bw": rates.cross_bytes_per_s / 1e3,
+    }
 
 
 def count_kinds(plan: ShardingPlan) -> dict[str, int]:

@@ -13,13 +13,13 @@ from rowmesh.lab import Lab, Run
 from .gates import Gatekeeper
 
 __all__ = [
-    "THEIRS",
     "THEIRS_PLAIN",
     "Contestant",
     "Entry",
     "Place",
     "ours",
     "ours_lossy",
+    "theirs",
     "theirs_lossy",
     "with_own_cores",
 ]
@@ -66,10 +66,6 @@ def _theirs(name: str, *flags: str, role: str = "theirs") -> Entry:
     return Entry(role=role, name=name, flags=(*flags, "--pipeline", "sparse_dist"))
 
 
-THEIRS = (
-    _theirs("table-wise", "--sharding", "table_wise"),
-    _theirs("planner", "--sharding", "planner"),
-)
 THEIRS_PLAIN = Entry(
     role="theirs_plain",
     name="table-wise, no pipeline",
@@ -101,6 +97,19 @@ def ours(topologies: list[Path], *, hosts: int) -> tuple[Entry, ...]:
 def _topology_flags(files: list[Path], first: Path) -> list[str]:
     ordered = sorted(files, key=lambda path: path != first)
     return [word for path in ordered for word in ("--topology", str(path))]
+
+
+def theirs(topologies: list[Path], *, hosts: int) -> tuple[Entry, ...]:
+    """TorchRec's exact settings; its planner also told how fast each of the links is."""
+    told = [
+        _theirs(f"planner told of {t.stem}", "--sharding", "planner", "--topology", str(t))
+        for t in topologies
+    ]
+    return (
+        _theirs("table-wise", "--sharding", "table_wise"),
+        _theirs("planner", "--sharding", "planner"),
+        *(told if hosts > 1 else ()),
+    )
 
 
 def ours_lossy(exact: Entry, topologies: list[Path], first: Path) -> tuple[Entry, ...]:

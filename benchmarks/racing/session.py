@@ -19,12 +19,12 @@ import numpy as np
 from rowmesh.data.synthetic import SyntheticClicks
 
 from .contestants import (
-    THEIRS,
     THEIRS_PLAIN,
     Entry,
     Place,
     ours,
     ours_lossy,
+    theirs,
     theirs_lossy,
     with_own_cores,
 )
@@ -107,8 +107,9 @@ def run_group(
     with Place(first.hosts, first.local, flags=flags, peer=settings.peer) as place:
         trial = functools.partial(_trial, place, settings=settings, say=say)
         files = {shape: _topology(place, shape, settings, say) for shape in shapes}
-        entries = ours(list(files.values()), hosts=first.hosts)
-        tried = {shape: trial(shape, (*entries, *THEIRS)) for shape in shapes}
+        links = list(files.values())
+        entries = ours(links, hosts=first.hosts) + theirs(links, hosts=first.hosts)
+        tried = {shape: trial(shape, entries) for shape in shapes}
         best = {s: {role: _fastest(tried[s], role) for role in EXACT} for s in shapes}
         _keep(place, best)
         for shape in shapes:
@@ -117,7 +118,7 @@ def run_group(
                 best[shape][role] = _fastest(tried[shape], role)
             _keep(place, best)
             others = {
-                "ours_lossy": ours_lossy(best[shape]["ours"], list(files.values()), files[shape]),
+                "ours_lossy": ours_lossy(best[shape]["ours"], links, files[shape]),
                 "theirs_plain": (THEIRS_PLAIN,),
                 "theirs_lossy": theirs_lossy(best[shape]["theirs"]),
             }
