@@ -8,9 +8,13 @@ from rowmesh.errors import InputError, PlanError
 from rowmesh.placement import MeshShape, Plan
 from rowmesh.placement.rules import MAX_DEPTH
 from rowmesh.planners.merging import choose_merged
-from rowmesh.planners.placing import LEAST_GAIN, Problem
+from rowmesh.planners.placing import Problem
 
 __all__ = ["choose_depth", "parse_depth"]
+
+_LEAST_GAIN = (
+    0.005  # less than of other choices: what is begun ahead also hides what no model knows
+)
 
 
 def parse_depth(value: str | int) -> int | None:
@@ -38,7 +42,7 @@ def choose_depth(
     """The plan of `choose_merged` at the given depth, or at the one whose step is shortest.
 
     Depths 1 and 2 are planned each for itself, since hot rows are worth more where the rest can
-    be fetched ahead. Depth 2 is not taken for a gain below 2.5 %, nor where it does not fit, since
+    be fetched ahead. Depth 2 is not taken for a gain below 0.5 %, nor where it does not fit, since
     look-ahead remembers every row. None is deeper: by the model that hides no more, and more rows
     are late, since more steps are unfinished.
 
@@ -60,5 +64,5 @@ def choose_depth(
         )
     except PlanError:
         return best
-    least = problem.step_s(best, problem.cost) * (1.0 - LEAST_GAIN)
+    least = problem.step_s(best, problem.cost) * (1.0 - _LEAST_GAIN)
     return second if problem.step_s(second, problem.cost) < least else best
