@@ -9,7 +9,7 @@ from hypothesis import given, settings
 import rowmesh as rm
 from rowmesh.cost import DenseCost, plan_time
 from rowmesh.data import SyntheticClicks
-from rowmesh.placement import Plan
+from rowmesh.placement import Copies, Plan
 from rowmesh.stats import Stats
 from rowmesh.topology import Topology
 
@@ -56,3 +56,19 @@ def test_auto_is_as_fast_as_every_split_for_all_tables(
         assert auto <= step_s(plan) * MOST * (1.0 + 1e-9), split
     plain = rm.make_plan(model, topology, merge="off", **wishes)
     assert auto <= step_s(plain) * MOST * (1.0 + 1e-9), "merge off"
+
+
+def test_auto_copies_all_tables_where_messages_are_slow_and_bytes_cheap() -> None:
+    """Also tables that are not small: copies take a message less than rows of owners."""
+    data, stats = clicks(1, 1.05)
+    model = rm.models.DLRM(
+        rm.EmbeddingBagCollection(data.tables(16), device="meta"), 13, (32, 16), (32, 1)
+    )
+    rates = rm.Rates(cross_latency_s=0.01, cross_bytes_per_s=1e10)
+    wishes: dict[str, Any] = {"stats": stats, "rates": rates, "cost": COST}
+    free = rm.make_plan(model, Topology(hosts=2), **wishes)
+    assert max(t.num_embeddings * t.row_bytes for t in free.tables) > 1 << 20
+    assert all(table.rest.copies is Copies.WORLD for table in free.tables)
+    pins = rm.Constraints(pin={"t_cat_2": rm.Pin(split="row_wise")})
+    bound = rm.make_plan(model, Topology(hosts=2), constraints=pins, **wishes)
+    assert bound.table("t_cat_2").rest.copies is Copies.GROUP

@@ -128,6 +128,12 @@ def test_what_a_plan_asks_of_its_ranks_is_for_the_ranks_of_torchrun(
     assert (found.exit_code, launched) == (0, [None])
 
 
+def test_a_rank_of_the_command_line_keeps_freed_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[bool] = []
+    monkeypatch.setattr("rowmesh.train.launch.keep_freed_memory", lambda: kept.append(True))
+    assert launch(lambda mesh: len(kept)) == 1
+
+
 def test_a_peers_bad_input_is_bad_input() -> None:
     assert exit_code(rm.InputError("x")) == exit_code(rm.PlanError("x")) == 2
     assert exit_code(rm.PeerError("rank 1 failed: InputError: x")) == 2

@@ -231,11 +231,8 @@ def plan_command(
         if as_json:
             typer.echo(plan_to_json(plan), nl=False)
         else:
-            typer.echo(
-                "\n".join(
-                    [render(plan, rule=workload.sparse), said, *([render_why(plan)] if why else [])]
-                )
-            )
+            table = render(plan, rule=workload.sparse)
+            typer.echo("\n".join([table, said, *([render_why(plan)] if why else [])]))
 
 
 @plan_app.command("diff")

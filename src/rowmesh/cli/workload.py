@@ -122,9 +122,8 @@ def workload_of_run(config: RunConfig, *, knowledge: Knowledge = _ASSUMED) -> Wo
 
 def is_recipe(path: Path) -> bool:
     """Whether this is a recipe's file or name, and not a file of tables."""
-    return path.suffix in (".toml", ".py") or not (
-        path.suffix or (path.exists() and not path.is_dir())
-    )
+    is_file = path.exists() and not path.is_dir()  # or a pipe
+    return path.suffix in (".toml", ".py") or not (path.suffix or is_file)
 
 
 def read_workload(

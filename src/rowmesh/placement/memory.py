@@ -21,6 +21,7 @@ __all__ = [
     "hot_bytes",
     "hot_row_bytes",
     "rule_state",
+    "state_bytes",
     "tier_bytes",
 ]
 
@@ -66,6 +67,14 @@ def rule_state(name: str) -> RuleState:
     if name not in RULE_STATES:
         raise InputError(f"unknown update rule {name!r}{did_you_mean(name, RULE_STATES)}")
     return RULE_STATES[name]
+
+
+def state_bytes(state: RuleState) -> dict[str, int]:
+    """The arguments of `bytes_per_rank` for an update rule."""
+    return {
+        "state_bytes_per_row": state.row_bytes,
+        "state_bytes_per_element": state.element_bytes,
+    }
 
 
 def bytes_per_rank(

@@ -1,7 +1,7 @@
 """A plan as a table that fits 100 columns."""
 
 from rowmesh.placement.codecs import describe_codecs
-from rowmesh.placement.memory import bytes_per_rank, rule_state
+from rowmesh.placement.memory import bytes_per_rank, rule_state, state_bytes
 from rowmesh.placement.plan import Copies, Plan, TablePlan
 
 __all__ = ["bytes_per_rank", "render", "render_why", "shorten"]
@@ -69,11 +69,7 @@ def render(plan: Plan, *, max_tables: int = 40, rule: str = _ROWWISE) -> str:
     ]
     lines += [_row(plan, table, world) for table in plan.tables[:max_tables]]
     lines += _more(plan, max_tables)
-    kept = rule_state(rule)
-    held = bytes_per_rank(
-        plan, state_bytes_per_row=kept.row_bytes, state_bytes_per_element=kept.element_bytes
-    )
-    gib = [b / _GIB for b in held]
+    gib = [b / _GIB for b in bytes_per_rank(plan, **state_bytes(rule_state(rule)))]
     digits = 2 if max(gib) >= 0.1 else 6
     shown = " ".join(f"{g:.{digits}f}" for g in gib[: 8 if digits == 2 else 4])
     state = "row-wise AdaGrad's state" if rule == _ROWWISE else f"the state of {rule}"

@@ -12,9 +12,8 @@ from rowmesh.planners.placing import Problem
 
 __all__ = ["choose_depth", "parse_depth"]
 
-_LEAST_GAIN = (
-    0.005  # less than of other choices: what is begun ahead also hides what no model knows
-)
+# Less than of other choices: what is begun ahead also hides what the model does not know.
+_LEAST_GAIN = 0.005
 
 
 def parse_depth(value: str | int) -> int | None:

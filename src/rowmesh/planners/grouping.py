@@ -9,8 +9,7 @@ from rowmesh.cost.load import Load
 from rowmesh.errors import PlanError
 from rowmesh.placement import Copies, MeshShape, Plan, TablePlan, Tier
 from rowmesh.placement.groups import Groups, can_merge
-from rowmesh.placement.memory import bytes_per_rank
-from rowmesh.planners.order import state_bytes
+from rowmesh.placement.memory import bytes_per_rank, state_bytes
 from rowmesh.planners.placing import LEAST_GAIN, Placement, Problem, explained, place_tables
 from rowmesh.planners.tiers import NO_DENSE, HotRows
 
@@ -48,12 +47,13 @@ def plan_in_groups(
     found = _place(problem, mesh, sizes, on_progress)
     spread: list[Grouped] = []
     whole: list[Grouped] = []
+    may_copy_all = _may_copy_all(problem, mesh)
     if problem.wishes.split == "auto" and (problem.hot != 0 or problem.cost is not None):
         spread = _place_by("row_wise", problem, mesh, sizes)
-    may_copy_all = _may_copy_all(problem, mesh)
     if problem.wishes.split == "auto" and problem.cost is not None:
-        for split in ("table_wise", *["data_parallel"] * may_copy_all):
-            whole += _place_by(split, problem, mesh, sizes)
+        whole = _place_by("table_wise", problem, mesh, sizes)
+        if may_copy_all:
+            whole += _place_by("data_parallel", problem, mesh, sizes)
     cold = _best([*found, *spread, *whole], problem)
     best = _with_faster_tree(cold, problem)
     if problem.hot == 0:

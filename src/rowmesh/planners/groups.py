@@ -16,10 +16,9 @@ from rowmesh.cost import (
 )
 from rowmesh.errors import InputError, PlanError, did_you_mean
 from rowmesh.placement import MeshShape, Plan, Sync, Tier
-from rowmesh.placement.memory import bytes_per_rank, tier_bytes
+from rowmesh.placement.memory import bytes_per_rank, state_bytes, tier_bytes
 from rowmesh.placement.why import GroupCandidate, GroupsChoice
 from rowmesh.planners.grouping import Grouped, plan_in_groups
-from rowmesh.planners.order import state_bytes
 from rowmesh.planners.placing import Problem
 from rowmesh.topology import Topology
 

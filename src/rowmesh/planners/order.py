@@ -7,11 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rowmesh.placement import Copies, Plan, Tier, make_hot_set
-from rowmesh.placement.memory import RuleState, bytes_per_rank, hot_row_bytes
+from rowmesh.placement.memory import RuleState, bytes_per_rank, hot_row_bytes, state_bytes
 from rowmesh.planners.per_host import Sums, may_have_copies
 from rowmesh.stats import Stats
 
-__all__ = ["RowOrder", "state_bytes"]
+__all__ = ["RowOrder"]
 
 _ID = 4.0
 
@@ -67,11 +67,3 @@ class RowOrder:
             tier = Tier(ranks=everyone, copies=Copies.WORLD, rows=rows, sums=sums)
             tables.append(replace(table, tiers=(tier, *table.tiers)))
         return replace(self.plan, tables=tuple(tables))
-
-
-def state_bytes(state: RuleState) -> dict[str, int]:
-    """The arguments of `bytes_per_rank` for an update rule."""
-    return {
-        "state_bytes_per_row": state.row_bytes,
-        "state_bytes_per_element": state.element_bytes,
-    }

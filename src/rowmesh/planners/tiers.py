@@ -42,8 +42,8 @@ from rowmesh.placement import (
     hot_ids,
 )
 from rowmesh.placement.codecs import wire_form
-from rowmesh.placement.memory import RULE_STATES, RuleState, bytes_per_rank
-from rowmesh.planners.order import RowOrder, state_bytes
+from rowmesh.placement.memory import RULE_STATES, RuleState, bytes_per_rank, state_bytes
+from rowmesh.planners.order import RowOrder
 from rowmesh.planners.per_host import RowTiers, Sums, has_peers, may_have_copies
 from rowmesh.planners.placing import LEAST_GAIN
 from rowmesh.stats import Stats
