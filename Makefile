@@ -42,7 +42,7 @@ $(DEMO_READY): pyproject.toml setup.py constraints.txt $(wildcard src/rowmesh/na
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@echo "installing torch (large) and rowmesh into $(VENV)"
 	@$(PIP) torch
-	@$(PIP) -e .
+	@$(PIP) -e '.[all]'
 	@touch $@
 
 $(TEST_READY): $(DEMO_READY)

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 import rowmesh
@@ -119,3 +120,15 @@ def test_documents_name_files_that_exist() -> None:
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
         for name in re.findall(r"`((?:src|tests|docs|benchmarks|examples)/[\w/.]+)`", text):
             assert (REPOSITORY / name).exists(), f"{page.name} names {name}"
+
+
+def test_readmes_one_line_installs_what_readme_uses_under_the_constraint() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    named = re.fullmatch(r"rowmesh\[(.+)\]", extras["all"][0])
+    assert named is not None
+    assert set(named[1].split(",")) == set(extras) - {"all", "dev"}
+    first = re.search(r"```\n(pip install .+)\n", (REPOSITORY / "README.md").read_text())
+    assert first is not None
+    assert first[1] == "pip install -c constraints.txt -e '.[all]'"
+    assert (REPOSITORY / "constraints.txt").read_text() == "torch==2.13.0\n"

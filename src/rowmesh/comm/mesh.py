@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
+from rowmesh.comm.device import choose_device
 from rowmesh.comm.ending import watch_end
 from rowmesh.comm.exchange import Channel, Lane, Wire
 from rowmesh.comm.ledger import Ledger
@@ -304,7 +305,8 @@ def init_mesh(
     Args:
         hosts: Pretend the ranks are on so many hosts, in rank order (for tests and trials).
         timeout_s: How long any wait may last.
-        device: Default ``cuda:LOCAL_RANK`` where CUDA is, else ``cpu``.
+        device: ``cpu`` or ``cuda`` (of this rank: ``cuda:LOCAL_RANK``); default the environment's
+            ROWMESH_DEVICE, else ``cpu``: on CUDA nothing of rowmesh has been run yet.
         debug: Check a header with every message; default the environment's ROWMESH_DEBUG.
         shared_memory: Whether CPU ranks of a host use shared memory instead of gloo, where it can
             be had; default unless the environment has ROWMESH_SHARED_MEMORY=0.
@@ -312,10 +314,7 @@ def init_mesh(
     Collective:
         All ranks.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if device is None:
-        device = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
+    device = choose_device(device)
     debug = os.environ.get("ROWMESH_DEBUG", "") not in ("", "0") if debug is None else debug
     if shared_memory is None:
         shared_memory = why_not_shared() is None

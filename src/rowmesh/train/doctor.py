@@ -25,7 +25,7 @@ from rowmesh.train.hardware import (
 )
 from rowmesh.train.network import check_hostname, check_interfaces, check_trial
 
-__all__ = ["Feature", "can_train", "examine", "features"]
+__all__ = ["Feature", "can_train", "check_backends", "examine", "features"]
 
 _EXTRAS = {
     "safetensors": ("export", "rm.export_safetensors, and reading such files"),
@@ -62,7 +62,7 @@ def examine(root: Path = ROOT, *, trial_timeout_s: float = 60.0) -> Iterator[Fin
     yield Finding(
         name="torch", value=f"{torch.__version__}, Python {sys.version.split()[0]}", ok=True
     )
-    yield from _check_backends()
+    yield from check_backends()
     yield from (check_extra(package) for package in _EXTRAS)
     yield check_compiler()
     yield check_kernels()
@@ -72,7 +72,8 @@ def examine(root: Path = ROOT, *, trial_timeout_s: float = 60.0) -> Iterator[Fin
     yield check_trial(timeout_s=trial_timeout_s)
 
 
-def _check_backends() -> Iterator[Finding]:
+def check_backends() -> Iterator[Finding]:
+    """What ranks can talk through, and the CUDA devices."""
     has_gloo = dist.is_available() and dist.is_gloo_available()
     advice = "" if has_gloo else "install a torch built with it: ranks on CPU talk through gloo"
     yield Finding(name="gloo", value="yes" if has_gloo else "no", ok=has_gloo, advice=advice)
@@ -80,7 +81,10 @@ def _check_backends() -> Iterator[Finding]:
     yield Finding(name="nccl", value="yes" if has_nccl else "no", ok=True if has_nccl else None)
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     value = f"{len(names)}: {', '.join(dict.fromkeys(names))}" if names else "none"
-    yield Finding(name="CUDA devices", value=value, ok=True if names else None)
+    advice = (
+        "not used unless asked: init_mesh(device='cuda') or ROWMESH_DEVICE=cuda" if names else ""
+    )
+    yield Finding(name="CUDA devices", value=value, ok=True if names else None, advice=advice)
 
 
 def check_extra(package: str) -> Finding:
@@ -149,7 +153,11 @@ def features(findings: Sequence[Finding]) -> list[Feature]:
         feature("train in one process", "torch", "memory"),
         feature("train on several ranks of this host, CPU", *_NEEDED),
         feature("train on several hosts, CPU", *_NEEDED, "host name"),
-        feature("train on GPUs (not yet tried by the authors)", "nccl", "CUDA devices"),
+        feature(
+            "train on GPUs (no GPU has run rowmesh yet: prove your plan with rm.verify)",
+            "nccl",
+            "CUDA devices",
+        ),
         *(feature(purpose, package) for package, (_, purpose) in _EXTRAS.items()),
         feature("emulate hosts with links of a chosen rate", "emulated hosts"),
     ]
