@@ -49,7 +49,9 @@ DENSE = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "adagrad": functools.partial(torch.optim.Adagrad, lr=0.1),
     "adam": functools.partial(torch.optim.Adam, lr=0.1, foreach=False),
+    "dyadic": functools.partial(torch.optim.SGD, lr=0.125, momentum=0.5),
 }
+DRAWN_DENSE = ["adagrad", "adam", "sgd"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,9 +304,14 @@ def host_copies_of(mesh: Mesh, model: nn.Module) -> list[Tensor]:
     return found + [s.host_copies(mesh.rank, v) for s in stacks for v in s.home_state.values()]
 
 
-def train_case(mesh: Mesh, case: Case) -> Run:
-    """Run on the ranks of ``mesh``; a step of ``accumulate`` batches at a time."""
-    model = rm.shard(Model(case), case.plan(), mesh)
+def train_case(
+    mesh: Mesh, case: Case, *, model: nn.Module | None = None, count: int | None = None
+) -> Run:
+    """Run on the ranks of ``mesh``; a step of ``accumulate`` batches at a time.
+
+    Losses are divided by ``count``, by default the number of samples.
+    """
+    model = rm.shard(Model(case) if model is None else model, case.plan(), mesh)
     optimizer = rm.Optimizer(model, dense=DENSE[case.dense], sparse=RULES[case.rule])
     losses, ledgers = [], []
     batches = iter(rm.Pipeline(model).batches(case.batches_of(mesh.rank)))
@@ -315,10 +322,10 @@ def train_case(mesh: Mesh, case: Case) -> Run:
             with optimizer.accumulate():
                 for batch in group:
                     found = model(batch)
-                    mesh.mean(found).backward()
+                    mesh.mean(found, count=count).backward()
         else:
             found = model(group[0])
-            mesh.mean(found).backward()
+            mesh.mean(found, count=count).backward()
         optimizer.step()
         optimizer.zero_grad()
         for engine in sharded_engines(model):
@@ -596,7 +603,7 @@ def cases(
         collections=collections,
         ids=steps,
         rule=draw(st.sampled_from(sorted(RULES))),
-        dense=draw(st.sampled_from(sorted(DENSE))),
+        dense=draw(st.sampled_from(DRAWN_DENSE)),
         accumulate=accumulate,
         skips_first=draw(st.booleans()),
         has_unused=draw(st.booleans()),
