@@ -34,13 +34,15 @@ class Entry:
     """A setting that may run.
 
     ``role`` is ours, theirs, ours_lossy, theirs_lossy, or theirs_plain: what TorchRec does in fp32
-    if its pipeline is not asked for. ``env`` is added to the environment of its ranks.
+    if its pipeline is not asked for. ``env`` is added to the environment of its ranks. ``tree`` is
+    the checkout whose code runs.
     """
 
     role: str
     name: str
     flags: tuple[str, ...]
     env: tuple[tuple[str, str], ...] = ()
+    tree: Path = HERE.parent
 
     @property
     def is_ours(self) -> bool:
@@ -55,7 +57,8 @@ class Entry:
     @property
     def script(self) -> Path:
         """What its ranks run."""
-        return HERE / ("bench_dlrm.py" if self.is_ours else "peer_torchrec.py")
+        name = "bench_dlrm.py" if self.is_ours else "peer_torchrec.py"
+        return self.tree / "benchmarks" / name
 
 
 def _ours(name: str, *flags: str) -> Entry:
@@ -263,7 +266,7 @@ class Place:
                 self.lab.launch,
                 ranks_per_host=self.local,
                 python=sys.executable if entry.is_ours else self.peer,
-                env={"PYTHONPATH": str(HERE.parent / "src"), **dict(entry.env)},
+                env={"PYTHONPATH": str(entry.tree / "src"), **dict(entry.env)},
             )
             contestant = Contestant(entry, launch=launch, flags=self.flags, folder=folder)
             contestant.wait_ready()

@@ -57,6 +57,7 @@ def report_turns(
     title: Sequence[str],
     entries_of: Callable[[Shape, Path], Sequence[Sequence[Entry]]],
     describe: Callable[[Mapping[str, Any]], list[str]],
+    is_enough: Callable[[Rounds], bool] = lambda rounds: False,
 ) -> None:
     """Every shape, printed and written to OUT.json and OUT.md as soon as it is done.
 
@@ -66,12 +67,13 @@ def report_turns(
         entries_of: Lists of the settings of a shape, with the file of its calibration: those of a
             list are alive at once and take turns.
         describe: The lines of a shape's ``shape``, ``plans`` and ``rounds``.
+        is_enough: Whether a list needs no more rounds.
     """
     args.out.parent.mkdir(parents=True, exist_ok=True)
     about, found = _about(args), []
     page = [title[0], "", _about_line(about), "", *title[1:], ""]
     for shape in parse_shapes(args.shapes, pooling=str(args.pooling), alpha=str(args.alpha)):
-        found.append(_take_turns(args, shape, entries_of))
+        found.append(_take_turns(args, shape, entries_of, is_enough))
         lines = describe(found[-1])
         print("\n".join(lines), flush=True)
         page += [*lines, ""]
@@ -84,6 +86,7 @@ def _take_turns(
     args: argparse.Namespace,
     shape: Shape,
     entries_of: Callable[[Shape, Path], Sequence[Sequence[Entry]]],
+    is_enough: Callable[[Rounds], bool],
 ) -> dict[str, Any]:
     """The rounds of all settings of a shape, and their plans."""
     with tempfile.TemporaryDirectory() as folder:
@@ -108,6 +111,9 @@ def _take_turns(
                         steps = alive[name].steps(args.steps)
                         found[name] = steps | {"trace": alive[name].trace(args.traced)}
                     _say(f"{shape.name}: round {turn + 1} of {args.rounds}")
+                    if is_enough(rounds[: turn + 1]):
+                        break
+    rounds = [turn for turn in rounds if turn]
     return {"shape": shape.name, "plans": plans, "rounds": rounds}
 
 
