@@ -14,6 +14,7 @@ from torch import Tensor
 
 import rowmesh as rm
 from rowmesh.features import JaggedTensor, KeyedJaggedTensor, KeyedTensor, empty_like
+from tests.ranks import run_on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TorchRec's own
 CASES = 300
@@ -391,3 +392,54 @@ def test_batches_without_samples_stay_torchrecs(theirs: Any) -> None:
     )
     collection = torchrec.EmbeddingBagCollection(tables=[table])
     assert collection(empty_like(kjt)).values().shape == (0, 4)
+
+
+class Permuting(torch.nn.Module):
+    """Asks for methods of its features besides looking them up, as TorchRec's models do."""
+
+    def __init__(self, collection: torch.nn.Module) -> None:
+        super().__init__()
+        self.tables, self.layer = collection, torch.nn.Linear(4, 1)
+
+    def forward(self, batch: Any) -> Tensor:
+        features = batch.sparse_features
+        assert type(features).__module__.startswith("torchrec")
+        first, _ = features.permute([1, 0]).split([1, 1])
+        counts = features.to_dict()["f0"].lengths() + first["f1"].lengths()
+        pooled = self.tables(features)["f0"]
+        return self.layer(pooled).squeeze(1) * counts + batch.labels
+
+
+def train_unequal(mesh: rm.Mesh, depth: int) -> list[int]:
+    warnings.simplefilter("ignore")
+    import torchrec
+    from torchrec.datasets.utils import Batch
+
+    table = torchrec.EmbeddingBagConfig(
+        name="t", num_embeddings=100, embedding_dim=4, feature_names=["f0"]
+    )
+    model = Permuting(torchrec.EmbeddingBagCollection(tables=[table]))
+    rm.shard(model, rm.make_plan(model, mesh.topology), mesh)
+    opt = rm.Optimizer(model, dense=torch.optim.SGD, sparse=rm.SGD(lr=0.1))
+    loader = [
+        Batch(
+            torch.rand(2, 3),
+            torchrec.KeyedJaggedTensor.from_lengths_sync(
+                ["f0", "f1"], torch.tensor([1, 2, 3, 4]), torch.ones(4, dtype=torch.int32)
+            ),
+            torch.ones(2),
+        )
+        for _ in range(1 + 3 * mesh.rank)
+    ]
+    sizes = []
+    for batch in rm.Pipeline(model, depth=depth).batches(loader):
+        mesh.mean(model(batch)).backward()
+        opt.step()
+        opt.zero_grad()
+        sizes.append(batch.sparse_features.stride())
+    return sizes
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_unequal_loaders_of_torchrecs_batches_end_together(theirs: Any, depth: int) -> None:
+    assert run_on_ranks(2, train_unequal, depth) == [[2, 0, 0, 0], [2] * 4]
