@@ -166,11 +166,12 @@ def test_counts_that_are_given_must_add_up() -> None:
     [
         {"stride_per_key_per_rank": [[2], [1]]},
         {"stride_per_key": [2, 1]},
+        {"stride_per_key": [3, 3], "stride": 2},
         {"inverse_indices": (["user", "items"], torch.zeros(2, 2))},
     ],
 )
 def test_samples_that_differ_by_feature_are_refused_by_name(arguments: dict[str, Any]) -> None:
-    (name,) = arguments
+    name = next(iter(arguments))
     sentence = f"{name} is for a number of samples that differs by feature, which rowmesh does not"
     with pytest.raises(InputError, match=sentence):
         drawing(**arguments)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rowmesh.errors import InputError
-from rowmesh.features.ragged import Ragged
+from rowmesh.features.ragged import Ragged, offsets_of
 
 __all__ = ["JaggedTensor"]
 
@@ -97,14 +97,14 @@ class JaggedTensor(Ragged):
         return self._padded(self._weights, desired_length, padding_value)
 
     def _padded(self, values: Tensor, length: int | None, padding: float) -> Tensor:
-        lengths, offsets = self.lengths(), self.offsets()
+        lengths = self.lengths()
         num_samples = lengths.numel()
         if length is None:
             length = int(lengths.max()) if num_samples else 0
         number = torch.arange(num_samples, device=values.device)
         sample = torch.repeat_interleave(number, lengths.to(number.device))
         place = torch.arange(len(sample), device=values.device)
-        place = place - offsets[:num_samples].index_select(0, sample)
+        place = place - offsets_of(lengths)[:-1].index_select(0, sample)
         keep = place < length
         out = values.new_full((num_samples, length, *values.shape[1:]), padding)
         return out.index_put((sample[keep], place[keep]), values[: len(sample)][keep])

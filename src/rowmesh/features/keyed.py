@@ -1,7 +1,7 @@
 """Ids of several features for the samples of one batch."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ class KeyedJaggedTensor(Ragged):
         offsets: ``[F * B + 1]``, where each bag starts. One of both is enough.
         stride: B; by default what the number of lengths gives.
         stride_per_key_per_rank: Refused unless None.
-        stride_per_key: Refused unless it is one number of samples for all features.
+        stride_per_key: B for every feature, or refused.
         length_per_key: Ids of each feature, if they are known: they need not be counted then.
         lengths_offset_per_key: This and what follows is computed here; accepted as TorchRec's
             caches are.
@@ -64,11 +64,14 @@ class KeyedJaggedTensor(Ragged):
         inverse_indices: tuple[Sequence[str], Tensor] | None = None,
     ) -> None:
         self._keys = list(keys)
-        _refuse_variable(stride_per_key_per_rank, stride_per_key, inverse_indices)
+        strides = {*(stride_per_key or ()), *(() if stride is None else (stride,))}
+        _refuse_variable(stride_per_key_per_rank, inverse_indices, strides)
         super().__init__(values, weights, lengths, offsets)
         num_bags = self._num_bags
-        if stride is None:
-            stride = num_bags // len(self._keys) if self._keys else 0
+        if strides or not self._keys:
+            stride = strides.pop() if strides else 0
+        else:
+            stride = num_bags // len(self._keys)
         if num_bags != stride * len(self._keys):
             raise InputError(
                 f"{'offsets' if lengths is None else 'lengths'} has {num_bags} entries, but "
@@ -121,7 +124,7 @@ class KeyedJaggedTensor(Ragged):
         Raises:
             InputError: If a length is negative or their sum is not the number of values.
         """
-        _refuse_variable(stride_per_key_per_rank, None, inverse_indices)
+        _refuse_variable(stride_per_key_per_rank, inverse_indices)
         return KeyedJaggedTensor(keys, values, weights, lengths, stride=stride)._checked()
 
     @staticmethod
@@ -141,7 +144,7 @@ class KeyedJaggedTensor(Ragged):
         """
         if offsets.numel() and int(offsets[0]):
             raise InputError(f"offsets begin at {int(offsets[0])}, but the first bag begins at 0")
-        _refuse_variable(stride_per_key_per_rank, None, inverse_indices)
+        _refuse_variable(stride_per_key_per_rank, inverse_indices)
         return KeyedJaggedTensor(keys, values, weights, None, offsets, stride)._checked()
 
     def _checked(self) -> "KeyedJaggedTensor":
@@ -286,8 +289,8 @@ class KeyedJaggedTensor(Ragged):
         lengths = self.lengths().view(num_keys, self._stride)
         offsets: Sequence[Tensor | None] = [None] * num_keys
         if compute_offsets:
-            offsets = [offsets_of(row) for row in lengths]
-        parts = zip(values, weights, lengths, offsets, strict=True)
+            offsets = offsets_of(lengths).unbind()
+        parts = zip(values, weights, lengths.unbind(), offsets, strict=True)
         return dict(zip(self._keys, itertools.starmap(JaggedTensor, parts), strict=True))
 
     def split(self, segments: Sequence[int]) -> list["KeyedJaggedTensor"]:
@@ -344,7 +347,6 @@ class KeyedJaggedTensor(Ragged):
         dtype: torch.dtype | None = None,
     ) -> "KeyedJaggedTensor":
         """The same features on another device; ``dtype`` is that of the weights."""
-
         found = self._again(lambda part: part.to(device, non_blocking=non_blocking))
         if found._weights is not None and dtype is not None:
             found._weights = found._weights.to(dtype)
@@ -378,12 +380,12 @@ class KeyedJaggedTensor(Ragged):
 
 
 def _refuse_variable(
-    stride_per_key_per_rank: Any, stride_per_key: Sequence[int] | None, inverse_indices: Any
+    stride_per_key_per_rank: Any, inverse_indices: Any, strides: Collection[int] = ()
 ) -> None:
     """Raise `InputError` if features have numbers of samples of their own."""
     told = {
         "stride_per_key_per_rank": stride_per_key_per_rank is not None,
-        "stride_per_key": len(set(stride_per_key or ())) > 1,
+        "stride_per_key": len(strides) > 1,
         "inverse_indices": inverse_indices is not None,
     }
     if given := [name for name, is_given in told.items() if is_given]:

@@ -43,10 +43,13 @@ def check_places(lengths: Tensor | None, offsets: Tensor | None) -> int:
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
-    """Where each bag starts, and the end of the last; in int64 unless lengths are int32."""
+    """Where each bag starts, and the end of the last, along the last dimension.
+
+    In int64 unless lengths are int32.
+    """
     dtype = torch.int32 if lengths.dtype == torch.int32 else torch.int64
-    out = lengths.new_zeros(lengths.numel() + 1, dtype=dtype)
-    torch.cumsum(lengths, 0, out=out[1:])
+    out = lengths.new_zeros((*lengths.shape[:-1], lengths.shape[-1] + 1), dtype=dtype)
+    torch.cumsum(lengths, -1, out=out[..., 1:])
     return out
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from rowmesh import native
 from rowmesh.errors import InputError, did_you_mean
 from rowmesh.features import KeyedJaggedTensor
+from rowmesh.features.ragged import offsets_of
 from rowmesh.tables import TableConfig
 
 __all__ = ["Bags", "Reader", "as_features", "check_ids", "flatten", "readers_of"]
@@ -108,7 +109,7 @@ def flatten(
     weights = _weights(features) if weighted else None
     if pooled and not weighted and len(lengths) and int(lengths.max()) * len(lengths) == total:
         return _flatten_even(values.view(num_keys, stride, -1), chosen)
-    begins = features.offsets()[:-1].view(num_keys, stride).index_select(0, chosen).long()
+    begins = offsets_of(lengths)[:-1].view(num_keys, stride).index_select(0, chosen).long()
     counts = lengths.view(num_keys, stride).index_select(0, chosen).long()
     if pooled:
         begins, counts = begins.t(), counts.t()
