@@ -282,6 +282,7 @@ def test_keyed_tensors(theirs: Any) -> None:
             groups = [names[: len(names) // 2], names[len(names) // 2 :]]
             groups = [group for group in groups if group]
         same(KeyedTensor.regroup(mine, groups), theirs.KeyedTensor.regroup(others, groups))
+        same(KeyedTensor.regroup(others, groups), theirs.KeyedTensor.regroup(mine, groups))
         labels = [f"group {n}" for n in range(len(groups))]
         same(
             KeyedTensor.regroup_as_dict(mine, groups, labels),
@@ -314,8 +315,8 @@ def test_collections_on_either_librarys_features(theirs: Any) -> None:
         other.load_state_dict(bags.state_dict())
         assert bags.is_weighted() is other.is_weighted() is weighted
         assert bags.device == other.device
-        for features in (ours, found):
-            mine, expected = bags(features), other(features)
+        for features, others in ((ours, found), (found, ours)):
+            mine, expected = bags(features), other(others)
             assert mine.keys() == expected.keys()
             assert torch.allclose(mine.values(), expected.values(), atol=1e-6)
         sequences = rm.EmbeddingCollection([rm.EmbeddingConfig(**config) for config in configs])
@@ -325,8 +326,8 @@ def test_collections_on_either_librarys_features(theirs: Any) -> None:
         other.load_state_dict(sequences.state_dict())
         assert sequences.embedding_dim() == other.embedding_dim()
         assert sequences.embedding_names_by_table() == other.embedding_names_by_table()
-        for features in (ours, found):
-            same(sequences(features), other(features))
+        for features, others in ((ours, found), (found, ours)):
+            same(sequences(features), other(others))
 
 
 def test_what_configurations_say_is_equal_whichever_library_is_asked(theirs: Any) -> None:

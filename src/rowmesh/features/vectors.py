@@ -69,10 +69,13 @@ class KeyedTensor:
         """The first column of each feature, and the end of the last."""
         return list(itertools.accumulate(self._lengths, initial=0))
 
+    def _key_indices(self) -> dict[str, int]:  # TorchRec's own regroup asks for it
+        return {key: k for k, key in enumerate(self._keys)}
+
     def __getitem__(self, key: str) -> Tensor:
         if key not in self._keys:
             raise InputError(f"unknown feature {key!r}{did_you_mean(key, self._keys)}")
-        k = len(self._keys) - 1 - self._keys[::-1].index(key)
+        k = self._key_indices()[key]
         return self._values.narrow(self._key_dim, sum(self._lengths[:k]), self._lengths[k])
 
     def to_dict(self) -> dict[str, Tensor]:
