@@ -121,8 +121,8 @@ class DIN(nn.Module):
         longest = _longest(lengths)
         # Not minus infinity: the softmax of an empty history would be nan, times zero.
         lowest = torch.finfo(scores.dtype).min
-        padded = JaggedTensor(scores, lengths).to_padded_dense(longest, padding=lowest)
-        vectors = JaggedTensor(items, lengths).to_padded_dense(longest)
+        padded = JaggedTensor(scores, lengths=lengths).to_padded_dense(longest, lowest)
+        vectors = JaggedTensor(items, lengths=lengths).to_padded_dense(longest)
         return torch.bmm(padded.softmax(1).unsqueeze(1), vectors).squeeze(1)
 
 
