@@ -230,5 +230,5 @@ class EmbeddingCollection(_Collection):
             rows = [keys[self.readers[r].feature] for r in members]
             parts = vectors.split([totals[k] for k in rows])
             for r, k, part in zip(members, rows, parts, strict=True):
-                found[r] = JaggedTensor(part, lengths[k], ids[k])
+                found[r] = JaggedTensor(part, lengths=lengths[k], weights=ids[k])
         return {reader.name: found[r] for r, reader in enumerate(self.readers)}

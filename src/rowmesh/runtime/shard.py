@@ -200,7 +200,7 @@ def _make_engine(
         readers=module.readers,
         tables=module.configs(),
         pooled=module.pooled,
-        weighted=module.is_weighted,
+        weighted=is_weighted(module),
         stacks=stacks,
         mesh=mesh,
         span=span,
