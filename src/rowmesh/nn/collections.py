@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rowmesh.errors import InputError
 from rowmesh.features import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from rowmesh.nn.bags import Reader, readers_of
-from rowmesh.nn.init import fill_initial_values
+from rowmesh.nn.init import fill_table
 from rowmesh.nn.local import LocalEngine
 from rowmesh.tables import EmbeddingBagConfig, EmbeddingConfig, PoolingType, TableConfig
 
@@ -110,9 +110,7 @@ class _Collection(nn.Module):
         modules = Tables({t.name: Table(t, device=device) for t in tables})
         self.add_module(self.table_attribute, modules)
         for config in tables if device.type != "meta" else ():
-            weight = modules[config.name].weight
-            rows = torch.arange(config.num_embeddings, device=device)
-            fill_initial_values(weight.detach(), config, rows, seed=seed)
+            fill_table(modules[config.name].weight.detach(), config, seed=seed)
         self.engine: Engine = LocalEngine(self)
 
     @property
@@ -215,6 +213,7 @@ class EmbeddingCollection(_Collection):
     Args:
         tables: Their configurations.
         device: As for `EmbeddingBagCollection`.
+        need_indices: Give the ids of a sequence as the weights of its vectors.
         seed: Of the initial values.
     """
 
@@ -225,9 +224,11 @@ class EmbeddingCollection(_Collection):
         tables: Sequence[EmbeddingConfig],
         *,
         device: torch.device | str | None = None,
+        need_indices: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__(tables, device=device, is_weighted=False, seed=seed)
+        self._need_indices = need_indices
 
     def embedding_configs(self) -> list[TableConfig]:
         """The tables."""
@@ -244,16 +245,21 @@ class EmbeddingCollection(_Collection):
             raise InputError(f"tables have {sorted(dims)} columns: ask embedding_configs()")
         return dims.pop()
 
+    def need_indices(self) -> bool:
+        """Whether vectors come with their ids."""
+        return self._need_indices
+
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """A `JaggedTensor` of vectors for every reader, with the lengths of its feature."""
         features, pieces = self.engine(features)
         keys = features.index_per_key()
         lengths = features.lengths().view(len(features.keys()), features.stride())
         totals = lengths.sum(1).tolist()
+        ids = features.values().split(totals) if self._need_indices else [None] * len(totals)
         found: dict[int, JaggedTensor] = {}
         for members, vectors in pieces:
             rows = [keys[self.readers[r].feature] for r in members]
             parts = vectors.split([totals[k] for k in rows])
             for r, k, part in zip(members, rows, parts, strict=True):
-                found[r] = JaggedTensor(part, lengths=lengths[k])
+                found[r] = JaggedTensor(part, lengths=lengths[k], weights=ids[k])
         return {reader.name: found[r] for r, reader in enumerate(self.readers)}

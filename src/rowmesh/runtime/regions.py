@@ -11,7 +11,7 @@ from rowmesh.comm.mesh import Mesh
 from rowmesh.runtime.embeddings import ShardedEngine, sharded_engines
 from rowmesh.runtime.places import Region
 from rowmesh.runtime.tickets import Stack
-from rowmesh.tables import TableConfig, named_collections
+from rowmesh.tables import TableConfig, named_collections, tables_of
 
 __all__ = [
     "NamedTable",
@@ -49,7 +49,7 @@ class NamedTable:
     @property
     def local(self) -> Any:
         """The table's own module, in an unsharded model."""
-        return _tables(self.collection)[self.config.name]
+        return tables_of(self.collection)[self.config.name]
 
 
 def named_tables(model: nn.Module) -> list[NamedTable]:
@@ -66,11 +66,6 @@ def named_tables(model: nn.Module) -> list[NamedTable]:
                 NamedTable(keys=tuple(keys), collection=collection, index=index, config=config)
             )
     return found
-
-
-def _tables(collection: Any) -> Any:
-    is_bags = hasattr(collection, "embedding_bags")
-    return collection.embedding_bags if is_bags else collection.embeddings
 
 
 def mesh_of(model: nn.Module) -> Mesh | None:
