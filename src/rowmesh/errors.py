@@ -9,6 +9,8 @@
     ├── StepError         forward, backward and step were called in an order that has no meaning
     ├── PeerError         another rank failed, left or went silent (also a RuntimeError)
     └── LabError          making or removing the hosts of a lab failed (also a RuntimeError)
+
+What is worth a word but no error is a `RowmeshWarning`, which is a UserWarning.
 """
 
 import difflib
@@ -21,6 +23,7 @@ __all__ = [
     "PeerError",
     "PlanError",
     "RowmeshError",
+    "RowmeshWarning",
     "StepError",
     "check_range",
     "did_you_mean",
@@ -53,6 +56,10 @@ class PeerError(RowmeshError, RuntimeError):
 
 class LabError(RowmeshError, RuntimeError):
     """Making or removing the hosts of a lab failed; the message names the command."""
+
+
+class RowmeshWarning(UserWarning):
+    """Something works otherwise than one may think; the message says how, and the way out."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -1,5 +1,6 @@
 """Table configurations, named as in TorchRec, and how to read them off any model."""
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -8,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from rowmesh.errors import InputError
+from rowmesh.errors import InputError, RowmeshWarning
 
 __all__ = [
     "BYTES_OF",
+    "SKIPPED",
     "EmbeddingBagConfig",
     "EmbeddingConfig",
     "PoolingType",
@@ -22,6 +24,7 @@ __all__ = [
     "is_weighted",
     "named_collections",
     "parse_dtype",
+    "warn_of_plain",
 ]
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -139,8 +142,8 @@ def named_collections(model: nn.Module) -> Iterator[tuple[str, Any, list[TableCo
             ("embedding_configs", EmbeddingConfig),
         ):
             configs = getattr(module, attribute, None)
-            if callable(configs):
-                yield path, module, [_own_config(c, kind) for c in configs()]
+            if callable(configs) and (members := configs()):
+                yield path, module, [_own_config(c, kind) for c in members]
 
 
 def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -151,6 +154,49 @@ def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
         for parameter in module.parameters()
     }
     return [p for p in model.parameters() if id(p) not in tables]
+
+
+SKIPPED = "_rowmesh_skipped"
+"""Marks an embedding that `rowmesh.adopt` was told to leave as it is."""
+
+
+def warn_of_plain(model: nn.Module, *, is_first: bool = True) -> None:
+    """Say, once for a model, which plain embeddings are no tables and so stay on every rank.
+
+    Args:
+        model: Before it is sharded.
+        is_first: Whether this rank is the one to say it.
+
+    Raises:
+        InputError: If the gradients of one are sparse, which dense layers' sums do not take.
+    """
+    tables = {id(p) for _, module, _ in named_collections(model) for p in module.parameters()}
+    found = {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        and any(id(p) not in tables for p in module.parameters())
+    }
+    for path, module in found.items():
+        if module.sparse and any(p.requires_grad for p in module.parameters()):
+            raise InputError(
+                f"embedding {path!r} has sparse=True, but what is no table is summed whole over "
+                f"ranks: rm.adopt(model) makes it a table; or build it with sparse=False"
+            )
+    sizes = [
+        f"{path or type(module).__name__!r} ({module.num_embeddings} x {module.embedding_dim})"
+        for path, module in found.items()
+        if not hasattr(module, SKIPPED)
+    ]
+    if is_first and sizes and getattr(model, "_rowmesh_said", None) != sizes:
+        model._rowmesh_said = sizes  # type: ignore[assignment]
+        warnings.warn(
+            f"left on every rank, and summed whole each step, as dense layers are: embedding "
+            f"{', '.join(sizes)}; rm.adopt(model) before rm.make_plan makes tables of them, "
+            f"rm.adopt(model, skip=[...]) leaves them so without a word",
+            RowmeshWarning,
+            stacklevel=3,
+        )
 
 
 def is_trainable(collection: Any, name: str) -> bool:

@@ -3,7 +3,7 @@
 `rowmesh.shard` swaps the engine behind ``forward``; the module the user wrote stays.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +16,7 @@ from rowmesh.nn.init import fill_initial_values
 from rowmesh.nn.local import LocalEngine
 from rowmesh.tables import EmbeddingBagConfig, EmbeddingConfig, PoolingType, TableConfig
 
-__all__ = ["EmbeddingBagCollection", "EmbeddingCollection", "Engine", "Piece"]
+__all__ = ["Collection", "EmbeddingBagCollection", "EmbeddingCollection", "Engine", "Piece"]
 
 Piece = tuple[Sequence[int], Tensor]
 """Readers (indices into the collection's) and their vectors, one per bag, before any mean."""
@@ -80,10 +80,15 @@ class Tables(nn.Module):
         return [(name, self[name]) for name in self]
 
 
-class _Collection(nn.Module):
-    """What bags and sequences share: tables, their initial values, and the engine."""
+class Collection(nn.Module):
+    """What bags and sequences share: tables, their initial values, and the engine.
+
+    ``takes_batch`` says that a forward is given the features of the batch, so that their stride
+    is its number of samples and they are known before the model runs.
+    """
 
     pooled: bool
+    takes_batch = True
 
     def __init__(
         self,
@@ -122,12 +127,24 @@ class _Collection(nn.Module):
         assert isinstance(modules, Tables)
         return modules
 
+    def give_tables(self, weights: Mapping[str, nn.Parameter]) -> None:
+        """Have these tables, and look them up here."""
+        tables = {c.name: Table(c, device=torch.device("meta")) for c in self._configs}
+        for name, table in tables.items():
+            table.weight = weights[name]
+        self.add_module(self.table_attribute, Tables(tables))
+        self.engine = LocalEngine(self)
+
+    def holders(self, name: str) -> Sequence[tuple[nn.Module, str]]:
+        """The modules whose state dicts have a table, and its key there."""
+        return [(self, f"{self.table_attribute}.{name}.weight")]
+
     def configs(self) -> list[TableConfig]:
         """The tables, in the order given."""
         return list(self._configs)
 
 
-class EmbeddingBagCollection(_Collection):
+class EmbeddingBagCollection(Collection):
     """Pooled embeddings of several features, TorchRec's surface.
 
     A bag's vector is the sum of its rows (times their weights), added in the order of the ids;
@@ -189,7 +206,7 @@ class EmbeddingBagCollection(_Collection):
         return sums / divisor.to(sums.dtype)
 
 
-class EmbeddingCollection(_Collection):
+class EmbeddingCollection(Collection):
     """Embeddings of sequences: one vector per id, TorchRec's surface.
 
     Args:

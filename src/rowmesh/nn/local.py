@@ -15,7 +15,7 @@ from rowmesh.nn.bags import as_features, check_ids, flatten
 from rowmesh.nn.kernels import coalesce, pool
 
 if TYPE_CHECKING:
-    from rowmesh.nn.collections import Piece, _Collection
+    from rowmesh.nn.collections import Collection, Piece
 
 __all__ = ["LocalEngine", "Sink"]
 
@@ -40,7 +40,7 @@ class LocalEngine:
     the table's dtype. The oracle sets it.
     """
 
-    def __init__(self, collection: _Collection) -> None:
+    def __init__(self, collection: Collection) -> None:
         self.open_sink: Callable[[], Sink] | None = None
         self._collection = [collection]  # in a list: a module must not register its parent
         self._stacks: list[_Stack] = []

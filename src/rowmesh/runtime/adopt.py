@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from rowmesh.nn.collections import EmbeddingBagCollection, EmbeddingCollection
+from rowmesh.nn.collections import Collection, EmbeddingBagCollection, EmbeddingCollection
 from rowmesh.tables import is_weighted, named_collections
 
 __all__ = ["adopt_collections"]
@@ -14,7 +14,7 @@ def adopt_collections(model: nn.Module) -> nn.Module:
     The model itself is returned, or its replacement if it is a foreign collection.
     """
     for path, module, configs in list(named_collections(model)):
-        if isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
+        if isinstance(module, Collection):
             continue
         is_bags = hasattr(module, "embedding_bag_configs")
         foreign = module.embedding_bags if is_bags else module.embeddings

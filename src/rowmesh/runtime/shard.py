@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from rowmesh.comm.codecs import Codecs, make_codecs
 from rowmesh.comm.mesh import Mesh
 from rowmesh.errors import NotExecutable, PlanError, did_you_mean
-from rowmesh.nn.collections import EmbeddingBagCollection, EmbeddingCollection
+from rowmesh.nn.collections import Collection
 from rowmesh.nn.init import fill_initial_values
 from rowmesh.placement import Copies, Groups, Plan, TablePlan, hot_ids
 from rowmesh.placement.codecs import GRADIENT_EDGES, WIRE_CODECS, wire_form
@@ -20,6 +20,7 @@ from rowmesh.runtime.dense import DenseBuckets, broadcast_dense
 from rowmesh.runtime.embeddings import ShardedEngine, sharded_engines
 from rowmesh.runtime.places import DENSE_SUMS, Region
 from rowmesh.runtime.stacks import StackLayout, lay_out
+from rowmesh.runtime.state_dicts import hook_state_dicts
 from rowmesh.runtime.tickets import Stack
 from rowmesh.storage import allocate_rows
 from rowmesh.tables import (
@@ -30,11 +31,10 @@ from rowmesh.tables import (
     is_trainable,
     is_weighted,
     named_collections,
+    warn_of_plain,
 )
 
 __all__ = ["check_executable", "make_stack", "shard"]
-
-_Collection = EmbeddingBagCollection | EmbeddingCollection
 
 
 def shard(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
@@ -68,6 +68,7 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
             f"{mesh.topology.hosts} x {mesh.topology.local}: make a plan for this mesh"
         )
     check_executable(plan)
+    warn_of_plain(model, is_first=mesh.rank == 0)
     collections = list(named_collections(model))
     _check_tables(plan, collections)
     model = adopt_collections(model)
@@ -86,7 +87,7 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
     codecs = make_codecs(wire_form(plan))
     for path, _, configs in collections:
         module = model.get_submodule(path)
-        assert isinstance(module, _Collection)
+        assert isinstance(module, Collection)
         plans = [plan.table(c.name) for c in configs]
         groups = [plan.groups(table) for table in plans]
         module.engine = _make_engine(path, module, plans, groups, mesh, plan.span, codecs)
@@ -97,6 +98,7 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
     buckets = DenseBuckets(trainable, mesh, plan.span, riders=riders, own=own, codecs=codecs)
     model._rowmesh_dense = buckets  # type: ignore[assignment]
     model._rowmesh_plan = plan  # type: ignore[assignment]
+    hook_state_dicts(model)
     return model
 
 
@@ -168,7 +170,7 @@ def _check_tables(plan: Plan, collections: Sequence[tuple[str, Any, list[TableCo
 
 def _make_engine(
     path: str,
-    module: _Collection,
+    module: Collection,
     plans: Sequence[TablePlan],
     groups: Sequence[Groups],
     mesh: Mesh,
@@ -197,6 +199,7 @@ def _make_engine(
         tables=module.configs(),
         pooled=module.pooled,
         weighted=module.is_weighted,
+        takes_batch=module.takes_batch,
         stacks=stacks,
         mesh=mesh,
         span=span,
@@ -216,7 +219,7 @@ def make_stack(layout: StackLayout, mesh: Mesh) -> Stack:
 
 
 @torch.no_grad()
-def _fill(out: Tensor, region: Region, module: _Collection) -> None:
+def _fill(out: Tensor, region: Region, module: Collection) -> None:
     """The region's rows: from the module's table if it has memory, else their initial values."""
     config = module.configs()[region.table]
     part = out[region.start : region.start + region.num_rows]

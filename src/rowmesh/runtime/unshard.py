@@ -3,14 +3,14 @@
 import copy
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from rowmesh.nn.collections import EmbeddingBagCollection, EmbeddingCollection, Table, Tables
-from rowmesh.nn.local import LocalEngine
+from rowmesh.nn.collections import Collection
 from rowmesh.runtime.embeddings import sharded_engines
 from rowmesh.runtime.export import gather_table
 from rowmesh.runtime.regions import mesh_of, named_tables
+from rowmesh.runtime.state_dicts import unhook_state_dicts
+from rowmesh.tables import named_collections
 
 __all__ = ["unshard"]
 
@@ -49,12 +49,13 @@ def _copy(model: nn.Module, tables: dict[int, dict[str, Tensor]]) -> nn.Module:
     for module in found.modules():
         if hasattr(module, "_rowmesh_dense"):
             del module._rowmesh_dense
-    originals = dict(model.named_modules(remove_duplicate=False))
-    for path, module in found.named_modules():
-        if isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
-            original = originals[path]
-            assert isinstance(original, EmbeddingBagCollection | EmbeddingCollection)
-            _restore(module, original, tables[id(original)])
+    unhook_state_dicts(found)
+    originals = dict(model.named_modules())
+    for path, module, _ in named_collections(found):
+        original = originals[path]
+        assert isinstance(module, Collection)
+        assert isinstance(original, Collection)
+        _restore(module, original, tables[id(original)])
     return found
 
 
@@ -62,11 +63,7 @@ class _Gone:
     """Stands for what a copy does not take along."""
 
 
-def _restore(
-    module: EmbeddingBagCollection | EmbeddingCollection,
-    original: EmbeddingBagCollection | EmbeddingCollection,
-    weights: dict[str, Tensor],
-) -> None:
+def _restore(module: Collection, original: Collection, weights: dict[str, Tensor]) -> None:
     """Give a copied collection its tables back, and the engine that reads them."""
     frozen = {
         t
@@ -75,11 +72,9 @@ def _restore(
         for t in stack.layout.tables
         if not stack.layout.trainable
     }
-    tables = {}
-    for t, config in enumerate(module.configs()):
-        tables[config.name] = Table(config, device=torch.device("meta"))
-        tables[config.name].weight = nn.Parameter(
-            weights[config.name], requires_grad=t not in frozen
-        )
-    setattr(module, module.table_attribute, Tables(tables))
-    module.engine = LocalEngine(module)
+    module.give_tables(
+        {
+            config.name: nn.Parameter(weights[config.name], requires_grad=t not in frozen)
+            for t, config in enumerate(module.configs())
+        }
+    )

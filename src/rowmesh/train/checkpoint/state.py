@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from rowmesh.errors import InputError, StepError
 from rowmesh.runtime.embeddings import sharded_engines
 from rowmesh.runtime.optimizer import Optimizer
+from rowmesh.runtime.regions import dense_state
 from rowmesh.train.checkpoint.document import check_jsonable
 
 __all__ = [
@@ -43,7 +44,7 @@ def check_drained(model: nn.Module, optimizer: Optimizer | None) -> None:
 
 def dense_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Dense parameters and buffers, ``dense.<name>``: the model's own memory, not copies."""
-    found = model.state_dict()
+    found = dense_state(model)
     for name, value in found.items():
         if not isinstance(value, Tensor):
             raise InputError(
