@@ -22,6 +22,7 @@ __all__ = [
     "is_weighted",
     "named_collections",
     "parse_dtype",
+    "uncompiled",
 ]
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -127,13 +128,21 @@ class EmbeddingConfig(TableConfig):
         return PoolingType.NONE
 
 
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The module that ``torch.compile(model)`` wraps, whose names count; others as they are."""
+    inner = model._modules.get("_orig_mod")
+    return model if inner is None else inner
+
+
 def named_collections(model: nn.Module) -> Iterator[tuple[str, Any, list[TableConfig]]]:
     """Path, module and table configurations of every embedding collection in ``model``.
 
     Collections are known by their attributes (``embedding_bag_configs()`` or
     ``embedding_configs()``), so TorchRec's are found too, without importing it.
     """
-    for path, module in model.named_modules():
+    for path, module in uncompiled(model).named_modules():
+        if uncompiled(module) is not module:
+            continue  # it answers for the module inside, which follows
         for attribute, kind in (
             ("embedding_bag_configs", EmbeddingBagConfig),
             ("embedding_configs", EmbeddingConfig),

@@ -15,6 +15,7 @@ from rowmesh.runtime.regions import (
     send_bytes,
 )
 from rowmesh.runtime.tickets import Stack
+from rowmesh.tables import uncompiled
 
 __all__ = ["dense_tensors", "full_sparse_state", "full_state_dict", "gather_table"]
 
@@ -45,7 +46,7 @@ def dense_tensors(model: nn.Module) -> dict[str, Tensor]:
     tables = {key for table in named_tables(model) for key in table.keys}
     return {
         key: value.detach()
-        for key, value in model.state_dict().items()
+        for key, value in uncompiled(model).state_dict().items()
         if isinstance(value, Tensor) and key not in tables
     }
 

@@ -11,7 +11,7 @@ from rowmesh.comm.mesh import Mesh
 from rowmesh.runtime.embeddings import ShardedEngine, sharded_engines
 from rowmesh.runtime.places import Region
 from rowmesh.runtime.tickets import Stack
-from rowmesh.tables import TableConfig, named_collections
+from rowmesh.tables import TableConfig, named_collections, uncompiled
 
 __all__ = [
     "NamedTable",
@@ -55,7 +55,7 @@ class NamedTable:
 def named_tables(model: nn.Module) -> list[NamedTable]:
     """Every table once, in the model's order, also of foreign collections."""
     paths: dict[int, list[str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
+    for path, module in uncompiled(model).named_modules(remove_duplicate=False):
         paths.setdefault(id(module), []).append(f"{path}." if path else "")
     found = []
     for _, collection, configs in named_collections(model):

@@ -11,6 +11,7 @@ from rowmesh.nn.local import LocalEngine
 from rowmesh.runtime.embeddings import sharded_engines
 from rowmesh.runtime.export import gather_table
 from rowmesh.runtime.regions import mesh_of, named_tables
+from rowmesh.tables import uncompiled
 
 __all__ = ["unshard"]
 
@@ -19,13 +20,15 @@ def unshard(model: nn.Module) -> nn.Module | None:
     """A copy of a sharded model for one process, on rank 0; None on other ranks.
 
     The copy has plain parameters, tables included, trainable or frozen as they were, the state
-    dict of the model before `rm.shard`, and no tie to the mesh: move it, save it, shard it again.
-    Its forward gives the bits of the sharded one's where the plan is exact (E0). Gradients and
-    optimiser state are not copied. Of an unsharded model it is a plain copy, on every rank.
+    dict of the model before `rm.shard` and ``torch.compile``, and no tie to the mesh: move it, save
+    it, shard it again. Its forward gives the bits of the sharded one where the plan is exact (E0).
+    Gradients and optimiser state are not copied. Of an unsharded model it is a plain copy, on every
+    rank.
 
     Collective:
         All ranks, if the model is sharded. Rank 0 holds every table.
     """
+    model = uncompiled(model)
     mesh = mesh_of(model)
     if mesh is None:
         return copy.deepcopy(model)
