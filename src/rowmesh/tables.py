@@ -24,6 +24,7 @@ __all__ = [
     "is_weighted",
     "named_collections",
     "parse_dtype",
+    "uncompiled",
     "warn_of_plain",
 ]
 
@@ -130,13 +131,21 @@ class EmbeddingConfig(TableConfig):
         return PoolingType.NONE
 
 
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The module that ``torch.compile(model)`` wraps, whose names count; others as they are."""
+    inner = model._modules.get("_orig_mod")
+    return model if inner is None else inner
+
+
 def named_collections(model: nn.Module) -> Iterator[tuple[str, Any, list[TableConfig]]]:
     """Path, module and table configurations of every embedding collection in ``model``.
 
     Collections are known by their attributes (``embedding_bag_configs()`` or
     ``embedding_configs()``), so TorchRec's are found too, without importing it.
     """
-    for path, module in model.named_modules():
+    for path, module in uncompiled(model).named_modules():
+        if uncompiled(module) is not module:
+            continue  # it answers for the module inside, which follows
         for attribute, kind in (
             ("embedding_bag_configs", EmbeddingBagConfig),
             ("embedding_configs", EmbeddingConfig),
@@ -173,7 +182,7 @@ def warn_of_plain(model: nn.Module, *, is_first: bool = True) -> None:
     tables = {id(p) for _, module, _ in named_collections(model) for p in module.parameters()}
     found = {
         path: module
-        for path, module in model.named_modules()
+        for path, module in uncompiled(model).named_modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag)
         and any(id(p) not in tables for p in module.parameters())
     }

@@ -12,6 +12,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+
+# As in rowmesh.nn.collections.
+from torch._compile import _disable_dynamo as left_out_of_graphs
 from torch.nn import functional as F
 
 from rowmesh.errors import InputError
@@ -173,6 +176,7 @@ class _Adopted(Collection):
         engine = self.tied[0].engine
         return isinstance(engine, LocalEngine) and engine.open_sink is None
 
+    @left_out_of_graphs
     def _look_up(self, ids: Tensor) -> Tensor:
         """``[*ids.shape, columns]``.
 

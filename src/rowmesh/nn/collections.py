@@ -1,6 +1,8 @@
 """Embedding collections for one device: one lookup for all tables of a dim and dtype.
 
 `rowmesh.shard` swaps the engine behind ``forward``; the module the user wrote stays.
+`torch.compile` leaves ``forward`` out of its graphs: sizes follow from the ids, and a sharded one
+talks to other ranks (docs/compile.md).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,6 +10,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+# torch.compiler.disable, which does not import the compiler before it is needed.
+from torch._compile import _disable_dynamo as left_out_of_graphs
 
 from rowmesh.errors import InputError
 from rowmesh.features import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -177,6 +182,7 @@ class EmbeddingBagCollection(Collection):
         """The tables."""
         return self.configs()
 
+    @left_out_of_graphs
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """``[B, columns]`` of every reader, in the order of the tables and their features."""
         features, pieces = self.engine(features)
@@ -230,6 +236,7 @@ class EmbeddingCollection(Collection):
         """The tables."""
         return self.configs()
 
+    @left_out_of_graphs
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """A `JaggedTensor` of vectors for every reader, with the lengths of its feature."""
         features, pieces = self.engine(features)
@@ -239,7 +246,8 @@ class EmbeddingCollection(Collection):
         found: dict[int, JaggedTensor] = {}
         for members, vectors in pieces:
             rows = [keys[self.readers[r].feature] for r in members]
-            parts = vectors.split([totals[k] for k in rows])
+            # split's parts are views that a model may not change in place; whole no one reads it
+            parts = torch.unsafe_split_with_sizes(vectors, [totals[k] for k in rows])
             for r, k, part in zip(members, rows, parts, strict=True):
                 found[r] = JaggedTensor(part, lengths[k])
         return {reader.name: found[r] for r, reader in enumerate(self.readers)}

@@ -129,7 +129,7 @@ class _Together(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *vectors: Tensor) -> tuple[Tensor, ...]:
-        return vectors
+        return tuple(v.detach() for v in vectors)  # else views, which may not change in place
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

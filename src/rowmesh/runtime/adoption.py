@@ -9,7 +9,7 @@ from rowmesh.errors import InputError, did_you_mean
 from rowmesh.nn.adopted import convert, table_name
 from rowmesh.nn.collections import Collection
 from rowmesh.runtime.adopt import adopt_collections
-from rowmesh.tables import BYTES_OF, SKIPPED, named_collections
+from rowmesh.tables import BYTES_OF, SKIPPED, named_collections, uncompiled
 
 __all__ = ["adopt"]
 
@@ -42,10 +42,10 @@ def adopt(model: nn.Module, *, skip: Sequence[str] = ()) -> nn.Module:
             why: ``max_norm``, ``scale_grad_by_freq``, a forward, parameters or hooks of its own,
             a weight that another module uses, or of another dtype than fp32, fp16 and bf16.
     """
-    if hasattr(model, "_rowmesh_dense"):
+    if hasattr(uncompiled(model), "_rowmesh_dense"):
         raise InputError("this model is sharded already: adopt its embeddings before rm.shard")
     paths: dict[nn.Module, list[str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
+    for path, module in uncompiled(model).named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(path)
     inside = {m for _, c, _ in named_collections(model) for m in c.modules()}
     plain = {m: paths[m] for m in paths if isinstance(m, _Plain) and m not in inside}

@@ -382,5 +382,5 @@ class ShardedEngine:
 
 def sharded_engines(model: nn.Module) -> list[ShardedEngine]:
     """The engines of a sharded model's collections, in the order of its modules."""
-    found = [getattr(m, "engine", None) for m in model.modules()]
+    found = [vars(m).get("engine") for m in model.modules()]
     return [e for e in found if isinstance(e, ShardedEngine)]

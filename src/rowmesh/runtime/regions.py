@@ -13,7 +13,7 @@ from rowmesh.nn.collections import Collection
 from rowmesh.runtime.embeddings import ShardedEngine, sharded_engines
 from rowmesh.runtime.places import Region
 from rowmesh.runtime.tickets import Stack
-from rowmesh.tables import TableConfig, named_collections
+from rowmesh.tables import TableConfig, named_collections, uncompiled
 
 __all__ = [
     "DenseState",
@@ -60,7 +60,7 @@ class NamedTable:
 def named_tables(model: nn.Module) -> list[NamedTable]:
     """Every table once, in the model's order, also of foreign collections."""
     paths: dict[int, list[str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
+    for path, module in uncompiled(model).named_modules(remove_duplicate=False):
         paths.setdefault(id(module), []).append(f"{path}." if path else "")
     found = []
     for _, collection, configs in named_collections(model):
@@ -92,7 +92,7 @@ class DenseState(OrderedDict[str, Any]):
 
 def dense_state(model: nn.Module) -> dict[str, Any]:
     """The state dict of a model, without the tables if it is sharded."""
-    found: dict[str, Any] = model.state_dict(destination=DenseState())
+    found: dict[str, Any] = uncompiled(model).state_dict(destination=DenseState())
     return found
 
 

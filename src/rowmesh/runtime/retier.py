@@ -54,7 +54,7 @@ def change_tiers(model: nn.Module, plan: Plan, *, optimizer: Optimizer) -> None:
             "tiers change between steps: a forward or its gradients wait, so run backward and "
             "opt.step() first"
         )
-    collections = [m for m in model.modules() if getattr(m, "engine", None) in engines]
+    collections = [m for m in model.modules() if vars(m).get("engine") in engines]
     for module, engine in zip(collections, engines, strict=True):
         assert isinstance(module, Collection)
         refresh_homes(engine)

@@ -10,6 +10,7 @@ from rowmesh.errors import InputError
 from rowmesh.runtime.export import gather_table
 from rowmesh.runtime.importing import set_rows
 from rowmesh.runtime.regions import DenseState, NamedTable, holders, mesh_of, named_tables
+from rowmesh.tables import uncompiled
 
 __all__ = ["hook_state_dicts", "unhook_state_dicts"]
 
@@ -25,6 +26,7 @@ def hook_state_dicts(model: nn.Module) -> None:
         return
     keys = [key for table in tables for key in table.keys]
     if mesh.world > 1:
+        model = uncompiled(model)
         _keep(model, model.register_load_state_dict_pre_hook(_refuser(keys, mesh)))
     for table in tables:
         for module, key in holders(table.collection, table.config.name):

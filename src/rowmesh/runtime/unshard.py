@@ -10,7 +10,7 @@ from rowmesh.runtime.embeddings import sharded_engines
 from rowmesh.runtime.export import gather_table
 from rowmesh.runtime.regions import mesh_of, named_tables
 from rowmesh.runtime.state_dicts import unhook_state_dicts
-from rowmesh.tables import named_collections
+from rowmesh.tables import named_collections, uncompiled
 
 __all__ = ["unshard"]
 
@@ -19,13 +19,15 @@ def unshard(model: nn.Module) -> nn.Module | None:
     """A copy of a sharded model for one process, on rank 0; None on other ranks.
 
     The copy has plain parameters, tables included, trainable or frozen as they were, the state
-    dict of the model before `rm.shard`, and no tie to the mesh: move it, save it, shard it again.
-    Its forward gives the bits of the sharded one's where the plan is exact (E0). Gradients and
-    optimiser state are not copied. Of an unsharded model it is a plain copy, on every rank.
+    dict of the model before `rm.shard` and ``torch.compile``, and no tie to the mesh: move it, save
+    it, shard it again. Its forward gives the bits of the sharded one where the plan is exact (E0).
+    Gradients and optimiser state are not copied. Of an unsharded model it is a plain copy, on every
+    rank.
 
     Collective:
         All ranks, if the model is sharded. Rank 0 holds every table.
     """
+    model = uncompiled(model)
     mesh = mesh_of(model)
     if mesh is None:
         return copy.deepcopy(model)
@@ -50,9 +52,8 @@ def _copy(model: nn.Module, tables: dict[int, dict[str, Tensor]]) -> nn.Module:
         if hasattr(module, "_rowmesh_dense"):
             del module._rowmesh_dense
     unhook_state_dicts(found)
-    originals = dict(model.named_modules())
-    for path, module, _ in named_collections(found):
-        original = originals[path]
+    pairs = zip(named_collections(found), named_collections(model), strict=True)
+    for (_, module, _), (_, original, _) in pairs:
         assert isinstance(module, Collection)
         assert isinstance(original, Collection)
         _restore(module, original, tables[id(original)])

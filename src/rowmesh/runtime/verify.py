@@ -17,6 +17,7 @@ from rowmesh.runtime.export import full_sparse_state, full_state_dict
 from rowmesh.runtime.optimizer import Optimizer
 from rowmesh.runtime.oracle import Oracle
 from rowmesh.runtime.shard import shard
+from rowmesh.tables import uncompiled
 
 __all__ = ["Difference", "Verification", "first_difference", "verify"]
 
@@ -160,7 +161,7 @@ def _compare(
         for rank, (_, losses) in enumerate(everyone):
             pairs.append((f"losses of rank {rank}, step {step}", losses[step], expected[rank]))
     oracle.sync()
-    whole = oracle.model.state_dict()
+    whole = uncompiled(oracle.model).state_dict()
     pairs += [(_words(name), tables[name], whole[name]) for name in whole]
     for name, state in states.items():
         pairs += [

@@ -17,6 +17,7 @@ from rowmesh.errors import InputError, StepError
 from rowmesh.runtime.embeddings import sharded_engines
 from rowmesh.runtime.optimizer import Optimizer
 from rowmesh.runtime.regions import dense_state
+from rowmesh.tables import uncompiled
 from rowmesh.train.checkpoint.document import check_jsonable
 
 __all__ = [
@@ -85,7 +86,7 @@ def describe_optimizer(
 
 def _names(model: nn.Module) -> dict[int, str]:
     """By identity of the parameter."""
-    return {id(p): name for name, p in model.named_parameters()}
+    return {id(p): name for name, p in uncompiled(model).named_parameters()}
 
 
 def check_optimizer(model: nn.Module, optimizer: Optimizer, saved: dict[str, Any] | None) -> None:
