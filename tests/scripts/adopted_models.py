@@ -16,6 +16,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import requests
 import torch
@@ -39,7 +40,10 @@ PARTS = {1: [11], 2: [6, 5], 4: [3, 2, 4, 2]}
 SPLITS = ["row_wise", "table_wise", "auto", "column_wise"]
 RULES: dict[str, tuple[Any, Any]] = {
     "sgd": (functools.partial(torch.optim.SGD, lr=0.1), rm.SGD(lr=0.1)),
-    "adagrad": (functools.partial(torch.optim.Adagrad, lr=0.02, eps=1e-2), rm.Adagrad(lr=0.02, eps=1e-2)),
+    "adagrad": (
+        functools.partial(torch.optim.Adagrad, lr=0.02, eps=1e-2),
+        rm.Adagrad(lr=0.02, eps=1e-2),
+    ),
 }
 
 
@@ -103,7 +107,7 @@ def torch_rechub() -> Iterator[Recipe]:
         "DCN": lambda: ranking.DCN(dense + sparse(), 2, mlp),
         "DCNv2": lambda: ranking.DCNv2(dense + sparse(), 2, mlp),
         "AFM": lambda: ranking.AFM(sparse(), DIM, 8),
-        "AutoInt": lambda: ranking.AutoInt(sparse(), dense, mlp_params=mlp),
+        "AutoInt": lambda: ranking.AutoInt(sparse(), [], mlp_params=mlp),
         "FiBiNet": lambda: ranking.FiBiNet(sparse(), mlp),
         "EDCN": lambda: ranking.EDCN(sparse(), 2, mlp),
         "DIN": lambda: ranking.DIN(
@@ -144,29 +148,34 @@ def deepctr_torch() -> Iterator[Recipe]:
 
     sparse = [SparseFeat(f"c{i}", 10 + 7 * i, DIM) for i in range(4)]
     item = SparseFeat("item", ITEMS, DIM, embedding_name="item")
-    hist = VarLenSparseFeat(SparseFeat("hist_item", ITEMS, DIM, embedding_name="item"), LENGTH)
-    columns = [DenseFeat("I", 1), *sparse, hist]
-    columns_din = [DenseFeat("I", 1), *sparse, item, hist]
+    history = SparseFeat("hist_item", ITEMS, DIM, embedding_name="item")
+    hist = VarLenSparseFeat(history, LENGTH, length_name="length")
+    kinds = {"x": [DenseFeat("I", 1), *sparse, hist], "sparse": [*sparse, hist]}
+    kinds["din"] = [DenseFeat("I", 1), *sparse, item, hist]
 
     def draw(count: int) -> Batch:
         drawn = {f"c{i}": ids(count, 1, of=10 + 7 * i) for i in range(4)}
-        drawn |= {"I": torch.rand(count, 1), "hist_item": histories(count)[0]}
+        items, lengths = histories(count)
+        drawn |= {"I": torch.rand(count, 1), "hist_item": items, "length": lengths.unsqueeze(1)}
         drawn |= {"item": ids(count, 1, first=1)}
-
-        def table(chosen: list[Any]) -> Tensor:
-            return torch.cat([drawn[name].float() for name in get_feature_names(chosen)], dim=1)
-
-        label = torch.randint(0, 2, (count,)).float()
-        return {"x": table(columns), "din": table(columns_din), "label": label}
+        found = {
+            kind: torch.cat([drawn[name].float() for name in get_feature_names(columns)], dim=1)
+            for kind, columns in kinds.items()
+        }
+        return found | {"label": torch.randint(0, 2, (count,)).float()}
 
     def losses(model: nn.Module, batch: Batch, *, key: str = "x") -> Tensor:
         given = batch[key].to(next(model.parameters()).dtype)
         return clicks(model(given), batch)
 
-    for name in "DeepFM DCN xDeepFM NFM AFM AutoInt FiBiNET WDL IFM".split():
+    columns = kinds["x"]
+    for name in ["DeepFM", "DCN", "NFM", "AutoInt", "FiBiNET", "WDL", "IFM"]:
         yield name, getattr(models, name)(columns, columns), losses, draw
+    yield "xDeepFM", models.xDeepFM(columns, columns, cin_layer_size=(8, 4)), losses, draw
     yield "PNN", models.PNN(columns), losses, draw
-    din = models.DIN(columns_din, ["item"], att_hidden_size=(16, 8), dnn_hidden_units=(16,))
+    afm = models.AFM(kinds["sparse"], kinds["sparse"])
+    yield "AFM", afm, functools.partial(losses, key="sparse"), draw
+    din = models.DIN(kinds["din"], ["item"], att_hidden_size=(16, 8), dnn_hidden_units=(16,))
     yield "DIN", din, functools.partial(losses, key="din"), draw
 
 
@@ -202,7 +211,7 @@ def recbole() -> Iterator[Recipe]:
         device=torch.device("cpu"), embedding_size=DIM, numerical_features=[], loss_type="CE",
         n_layers=1, n_heads=2, hidden_size=DIM, inner_size=16, num_layers=1, hidden_dropout_prob=0.0,
         attn_dropout_prob=0.0, hidden_act="gelu", layer_norm_eps=1e-12, initializer_range=0.02,
-        dropout_prob=0.0, dropout_probs=[0.0, 0.0], mlp_hidden_size=[16, 8], mask_ratio=0.4,
+        dropout_prob=0.0, dropout_probs=[0.0] * 3, mlp_hidden_size=[16, 8], mask_ratio=0.4,
         MASK_ITEM_SEQ="masked", POS_ITEMS="positives", NEG_ITEMS="negatives", MASK_INDEX="places",
         cross_layer_num=2, reg_weight=0.0, use_inner=True, use_outer=False, direct=False,
         cin_layer_size=[6, 4], attention_size=8, attention_layers=1, num_heads=2, has_residual=True,
@@ -225,14 +234,26 @@ def recbole() -> Iterator[Recipe]:
     def rank(model: Any, batch: Batch) -> Tensor:
         return clicks(torch.sigmoid(model(batch)), batch)
 
-    for name in "FM DeepFM NFM AFM DCN DCNV2 xDeepFM PNN AutoInt WideDeep FwFM".split():
+    for name in [
+        "FM",
+        "DeepFM",
+        "NFM",
+        "AFM",
+        "DCN",
+        "DCNV2",
+        "xDeepFM",
+        "PNN",
+        "AutoInt",
+        "WideDeep",
+        "FwFM",
+    ]:
         yield name, getattr(context, name)(settings, fields), rank, draw
 
     def next_item(model: Any, batch: Batch) -> Tensor:
         found: Tensor = model.calculate_loss(batch)  # its logits are `x @ item_embedding.weight.T`
         return found
 
-    for name in "SASRec GRU4Rec NARM STAMP".split():
+    for name in ["SASRec", "GRU4Rec", "NARM", "STAMP"]:
         model = getattr(sequential, name)(settings, fields)
         model.loss_fct = nn.CrossEntropyLoss(reduction="none")
         yield name, model, next_item, draw
@@ -257,10 +278,11 @@ def prepare(model: nn.Module) -> nn.Module:
             module.eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.uniform_(-0.4, 0.4)
+            parameter.uniform_(-0.3, 0.3)
     return model
 
 
+@torch.no_grad()
 def distance(ours: Tensor, reference: Tensor) -> float:
     if not reference.numel():
         return 0.0
@@ -298,7 +320,8 @@ def check(mesh: rm.Mesh, recipe: Recipe, rule: str, split: str) -> dict[str, Any
         mesh.mean(ours).backward()
         optimizer.step()
         optimizer.zero_grad()
-        theirs = reference(batch)
+        with mock.patch.object(Tensor, "float", Tensor.double):  # libraries cast to fp32 by name
+            theirs = reference(batch)
         theirs.mean().backward()
         torch_optimizer.step()
         torch_optimizer.zero_grad()
@@ -308,10 +331,12 @@ def check(mesh: rm.Mesh, recipe: Recipe, rule: str, split: str) -> dict[str, Any
     if mesh.rank == 0:
         wanted = reference.state_dict()
         assert sorted(state) == sorted(keys), "the state dict is the original's"
-        original.load_state_dict(state)  # and goes back into it
+        copy.deepcopy(original).load_state_dict(state)  # and goes back into it
         furthest = max([furthest, *(distance(state[key], wanted[key]) for key in wanted)])
     furthest = max(mesh.gather_objects(furthest))
-    moved = max(distance(p, q) for p, q in zip(reference.parameters(), model.parameters(), strict=True))
+    moved = max(
+        distance(p, q) for p, q in zip(reference.parameters(), model.parameters(), strict=True)
+    )
     verification = rm.verify(adopted, plan, mesh, mine, dense=dense, sparse=sparse)
     return {
         "model": name,
