@@ -188,29 +188,25 @@ class Oracle:
             The losses of the last backward of every part.
         """
         self._arrived.clear()
+        losses: list[Tensor] = []
         dense: list[list[Tensor | None]] = []
-        forwards = [self._forward(number, part) for number, part in enumerate(parts)]
-        counts = [sum(map(len, column)) for column in zip(*forwards, strict=True)]
-        for mine in forwards:
+        counts = [sum(_num_samples(part[k]) for part in parts) for k in range(len(parts[0]))]
+        for self._part, part in enumerate(parts):
+            if self._views is not None:
+                self._use(self._views.group(self._part))
+            self._forwards = 0
             for parameter in self.parameters:
                 parameter.grad = None
-            for count, found in zip(counts, mine, strict=True):
+            for count, batch in zip(counts, part, strict=True):
+                found = self.model(batch)
                 (found.sum() / max(count, 1)).backward()
+            losses.append(found.detach())
             dense.append([p.grad for p in self.parameters])
-        losses = [mine[-1].detach() for mine in forwards]
+        self._use(0)
         for parameter, grads in zip(self.parameters, zip(*dense, strict=True), strict=True):
             parameter.grad = _add(parameter, grads, self._span or len(grads))
         self._update(clip, self.rule.lr if lr is None else lr)
         return losses
-
-    def _forward(self, number: int, part: Sequence[Any]) -> list[Tensor]:
-        """The losses of every batch of a part."""
-        self._part, self._forwards = number, 0
-        if self._views is not None:
-            self._use(self._views.group(number))
-        found = [self.model(batch) for batch in part]
-        self._use(0)
-        return found
 
     @torch.no_grad()
     def _update(self, clip: float | None, lr: float) -> None:
@@ -329,6 +325,19 @@ def _among(arrivals: Sequence[_Arrival], rows: Tensor, is_among: bool) -> list[_
         keep = torch.isin(a.rows, rows.to(a.rows.device)) == is_among
         found.append(replace(a, rows=a.rows[keep], sums=a.sums[keep]))
     return found
+
+
+def _num_samples(batch: Any) -> int:
+    """Samples of a batch: of its jagged features, wherever they are."""
+    if callable(getattr(batch, "stride", None)) and callable(getattr(batch, "keys", None)):
+        return int(batch.stride())
+    if hasattr(batch, "sparse_features"):
+        return int(batch.sparse_features.stride())
+    members = batch.values() if isinstance(batch, dict) else batch
+    for member in members if isinstance(batch, dict | list | tuple) else ():
+        if (found := _num_samples(member)) >= 0:
+            return found
+    return -1
 
 
 def _add(parameter: nn.Parameter, grads: Sequence[Tensor | None], span: int) -> Tensor | None:
