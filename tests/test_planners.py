@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,6 +30,7 @@ from rowmesh.planners.tally import Placed, Tally
 from rowmesh.stats import Accesses, Stats
 from rowmesh.tables import EmbeddingBagConfig, EmbeddingConfig, PoolingType, named_collections
 from rowmesh.topology import Topology
+from tests.foreign import ForeignBags, ForeignType, foreign
 
 LAW = settings(derandomize=True, deadline=None, max_examples=50)
 LARGE, SMALL = 1_000_000, 100
@@ -157,24 +157,8 @@ def test_dense_parameters_are_bucketed() -> None:
 
 
 def test_foreign_collections_are_planned() -> None:
-    class Bags(nn.Module):
-        """As TorchRec's."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            table = nn.EmbeddingBag(8, 2)
-            self.embedding_bags = nn.ModuleDict({"t": table})
-
-        def embedding_bag_configs(self) -> list[SimpleNamespace]:
-            fields: dict[str, Any] = {"num_embeddings": 8, "embedding_dim": 2}
-            fields |= {"feature_names": ["f"], "data_type": SimpleNamespace(value="FP16")}
-            fields["pooling"] = SimpleNamespace(value="SUM")
-            return [SimpleNamespace(name="t", **fields)]
-
-        def is_weighted(self) -> bool:
-            return True
-
-    (table,) = make_plan(Bags(), EIGHT).tables
+    model = ForeignBags(foreign("t", data_type=ForeignType.FP16), weighted=True)
+    (table,) = make_plan(model, EIGHT).tables
     assert (table.name, table.data_type, table.weighted) == ("t", "fp16", True)
 
 

@@ -1,8 +1,7 @@
 """Each sentence of `rowmesh.tables`, with stand-ins for TorchRec's classes."""
 
 import dataclasses
-from enum import Enum
-from types import SimpleNamespace
+import functools
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from rowmesh.tables import (
     EmbeddingConfig,
     PoolingType,
     TableConfig,
+    configs_of,
     dense_parameters,
     dtype_name,
     is_trainable,
@@ -24,57 +24,12 @@ from rowmesh.tables import (
     named_collections,
     parse_dtype,
 )
+from tests.foreign import ForeignBags, ForeignPooling, ForeignSequences, ForeignType, foreign
 
 
 def bag(**changes: Any) -> EmbeddingBagConfig:
     fields: dict[str, Any] = {"name": "t", "num_embeddings": 16, "embedding_dim": 4}
     return EmbeddingBagConfig(**fields | {"feature_names": ["f"]} | changes)
-
-
-class ForeignType(Enum):
-    FP32 = "FP32"
-    FP16 = "FP16"
-    BF16 = "BF16"
-    INT8 = "INT8"
-
-
-class ForeignPooling(Enum):
-    SUM = "SUM"
-    MEAN = "MEAN"
-
-
-def foreign(name: str, **changes: Any) -> SimpleNamespace:
-    """A configuration with TorchRec's attributes and none of our types."""
-    fields: dict[str, Any] = {"num_embeddings": 8, "embedding_dim": 2, "feature_names": [name]}
-    fields |= {"data_type": ForeignType.FP32, "weight_init_min": None, "weight_init_max": None}
-    return SimpleNamespace(name=name, **fields | changes)
-
-
-class ForeignBags(nn.Module):
-    def __init__(self, *configs: SimpleNamespace, weighted: bool = False) -> None:
-        super().__init__()
-        self._configs, self._weighted = configs, weighted
-        self.embedding_bags = nn.ModuleDict(
-            {c.name: nn.EmbeddingBag(c.num_embeddings, c.embedding_dim) for c in configs}
-        )
-
-    def embedding_bag_configs(self) -> list[SimpleNamespace]:
-        return list(self._configs)
-
-    def is_weighted(self) -> bool:
-        return self._weighted
-
-
-class ForeignSequences(nn.Module):
-    def __init__(self, *configs: SimpleNamespace) -> None:
-        super().__init__()
-        self._configs = configs
-        self.embeddings = nn.ModuleDict(
-            {c.name: nn.Embedding(c.num_embeddings, c.embedding_dim) for c in configs}
-        )
-
-    def embedding_configs(self) -> list[SimpleNamespace]:
-        return list(self._configs)
 
 
 @pytest.mark.parametrize(
@@ -195,14 +150,16 @@ def test_a_foreign_configuration_without_a_type_is_fp32() -> None:
 @pytest.mark.parametrize("ours", [True, False])
 def test_dense_parameters_are_all_but_the_tables_in_order(ours: bool) -> None:
     first, last = nn.Linear(2, 3), nn.Linear(3, 1)
-    tables = EmbeddingBagCollection([bag()]) if ours else ForeignBags(foreign("t", pooling=None))
-    if not ours:
-        tables._configs[0].pooling = ForeignPooling.SUM
+    tables = EmbeddingBagCollection([bag()]) if ours else ForeignBags(foreign("t"))
     model = nn.Sequential(first, tables, nn.Sequential(last))
     found = dense_parameters(model)
     expected = [first.weight, first.bias, last.weight, last.bias]
     assert [id(p) for p in found] == [id(p) for p in expected]
     assert dense_parameters(tables) == []
+    tables.extra = nn.Linear(2, 2)  # a collection's own layer is no table
+    assert [id(p) for p in dense_parameters(model)[2:4]] == [
+        id(p) for p in tables.extra.parameters()
+    ]
 
 
 def test_trainable_means_the_weight_takes_gradients() -> None:
@@ -221,3 +178,96 @@ def test_weighted_is_an_attribute_of_ours_and_a_method_of_theirs() -> None:
     assert is_weighted(ForeignBags(weighted=True)) is True
     assert is_weighted(ForeignBags(weighted=False)) is False
     assert is_weighted(ForeignSequences()) is False
+
+
+def test_an_init_function_is_taken_from_torchrecs_configurations() -> None:
+    """Its default, and what else draws uniformly, is a range."""
+    own = nn.init.zeros_
+    cases = [
+        (functools.partial(nn.init.uniform_, a=-0.5, b=0.25), (-0.5, 0.25), None),
+        (functools.partial(nn.init.uniform_, b=3.0), (0.0, 3.0), None),
+        (functools.partial(nn.init.normal_, std=2.0), (-(8**-0.5), 8**-0.5), "itself"),
+        (functools.partial(nn.init.uniform_, generator=None), (-(8**-0.5), 8**-0.5), "itself"),
+        (own, (-(8**-0.5), 8**-0.5), "itself"),
+    ]
+    for given, ends, kept in cases:
+        (config,) = configs_of(ForeignBags(foreign("t", init_fn=given)))
+        assert config.init_range() == ends
+        assert config.init_fn is (given if kept else None)
+
+
+class Around(nn.Module):
+    """Repeats the configurations of what it is around, as models do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def embedding_bag_configs(self) -> Any:
+        return self.inner.embedding_bag_configs()
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_module_around_a_collection_is_none_itself(ours: bool) -> None:
+    inner = EmbeddingBagCollection([bag()]) if ours else ForeignBags(foreign("t"))
+    model = nn.Sequential(Around(Around(inner)))
+    assert [(path, m) for path, m, _ in named_collections(model)] == [("0.inner.inner", inner)]
+    assert [c.name for c in configs_of(model[0])] == ["t"]
+
+
+class OwnForward(ForeignBags):
+    def forward(self, features: Any) -> Any:
+        return super().forward(features)
+
+
+class Own(nn.Module):
+    """Tables of its own, and no collection's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding_bags = nn.ModuleDict({"t": nn.EmbeddingBag(8, 2)})
+
+    def embedding_bag_configs(self) -> Any:
+        return [foreign("t")]
+
+
+class Sharded(nn.Module):
+    __module__ = "torchrec.distributed.types"
+    __qualname__ = "ShardedModule"
+
+
+class Remapped(Around):
+    def embedding_bag_configs(self) -> Any:
+        return super().embedding_bag_configs()
+
+    embedding_bag_configs.__module__ = "torchrec.modules.itep_embedding_modules"
+
+
+def with_own_forward() -> ForeignBags:
+    found = ForeignBags(foreign("t"))
+    found.forward = found.forward  # type: ignore[method-assign]
+    vars(found)["forward"] = lambda features: features
+    return found
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Own, r"'deep\.1' is a .*\.Own, which has tables of its own: .* put the tables into"),
+        (lambda: OwnForward(foreign("t")), "OwnForward, whose forward is its own: .* around one"),
+        (with_own_forward, "ForeignBags, whose forward is its own"),
+        (lambda: Remapped(ForeignBags(foreign("t"))), "Remapped, which is not supported: .* use"),
+        (Sharded, "ShardedModule, which TorchRec has sharded: .* before DistributedModelParallel"),
+    ],
+)
+def test_what_only_looks_like_a_collection_is_refused_by_name(make: Any, message: str) -> None:
+    model = nn.ModuleDict({"deep": nn.Sequential(nn.Linear(1, 1), make())})
+    with pytest.raises(InputError, match=message):
+        list(named_collections(model))
+    with pytest.raises(InputError, match=r"^the model is a "):
+        dense_parameters(make())
+
+
+def test_virtual_tables_are_refused() -> None:
+    with pytest.raises(InputError, match=r"'t' is a virtual table, .* leave out use_virtual_table"):
+        configs_of(ForeignBags(foreign("t", use_virtual_table=True)))

@@ -1,7 +1,8 @@
 """Table configurations, named as in TorchRec, and how to read them off any model."""
 
+import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -18,16 +19,25 @@ __all__ = [
     "EmbeddingConfig",
     "PoolingType",
     "TableConfig",
+    "configs_of",
     "dense_parameters",
     "dtype_name",
+    "is_collection",
     "is_trainable",
     "is_weighted",
     "named_collections",
     "parse_dtype",
+    "tables_of",
     "uncompiled",
     "warn_of_plain",
 ]
 
+_CONFIGS = ("embedding_bag_configs", "embedding_configs")
+_OURS = "rowmesh.nn.collections.Collection"
+_THEIRS = tuple(
+    f"torchrec.modules.embedding_modules.{kind}Collection.forward"
+    for kind in ("EmbeddingBag", "Embedding")
+)
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 BYTES_OF = {torch.float32: 4, torch.float16: 2, torch.bfloat16: 2}
 
@@ -65,6 +75,9 @@ class TableConfig:
         data_type: fp32, fp16 or bf16 storage. Sums and updates are in fp32.
         weight_init_min: Lower end of the uniform initial values; default -1/sqrt(rows).
         weight_init_max: Upper end; default 1/sqrt(rows).
+        init_fn: Sets the initial values of the whole table in place, after those have been set.
+            It is run once, with torch's generator seeded by (seed, table): values do not depend
+            on the plan, if it draws from no other.
     """
 
     name: str
@@ -74,6 +87,7 @@ class TableConfig:
     data_type: torch.dtype = torch.float32
     weight_init_min: float | None = None
     weight_init_max: float | None = None
+    init_fn: Callable[[torch.Tensor], Any] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.num_embeddings < 1 or self.embedding_dim < 1:
@@ -140,19 +154,74 @@ def uncompiled(model: nn.Module) -> nn.Module:
 def named_collections(model: nn.Module) -> Iterator[tuple[str, Any, list[TableConfig]]]:
     """Path, module and table configurations of every embedding collection in ``model``.
 
-    Collections are known by their attributes (``embedding_bag_configs()`` or
-    ``embedding_configs()``), so TorchRec's are found too, without importing it.
+    A collection is rowmesh's, or TorchRec's ``EmbeddingBagCollection`` or ``EmbeddingCollection``
+    with TorchRec's own forward, known by names without importing it. A module around collections
+    that repeats their configurations is none itself.
+
+    Raises:
+        InputError: If a module has tables, or the configurations of some, and is neither.
     """
     for path, module in uncompiled(model).named_modules():
         if uncompiled(module) is not module:
             continue  # it answers for the module inside, which follows
-        for attribute, kind in (
-            ("embedding_bag_configs", EmbeddingBagConfig),
-            ("embedding_configs", EmbeddingConfig),
-        ):
-            configs = getattr(module, attribute, None)
-            if callable(configs) and (members := configs()):
-                yield path, module, [_own_config(c, kind) for c in members]
+        if is_collection(module):
+            if (configs := configs_of(module)) or not hasattr(module, "tied"):
+                yield path, module, configs  # else another module is the collection of its table
+        elif why := _why_not_run(module):
+            raise InputError(
+                f"{f'module {path!r}' if path else 'the model'} is a "
+                f"{type(module).__module__}.{type(module).__qualname__}, {why}"
+            )
+
+
+def is_collection(module: nn.Module) -> bool:
+    """Whether ``module`` is rowmesh's collection, or TorchRec's with the forward it came with."""
+    if any(f"{base.__module__}.{base.__qualname__}" == _OURS for base in type(module).__mro__):
+        return True
+    return _is_torchrecs(vars(module).get("forward", type(module).forward))
+
+
+def _is_torchrecs(forward: Any) -> bool:
+    name = f"{getattr(forward, '__module__', '')}.{getattr(forward, '__qualname__', '')}"
+    return name in _THEIRS
+
+
+def _why_not_run(module: nn.Module) -> str | None:
+    """Why a module that looks like a collection cannot be one; None if it does not look so."""
+    names = [f"{base.__module__}.{base.__qualname__}" for base in type(module).__mro__]
+    if "torchrec.distributed.types.ShardedModule" in names:
+        return "which TorchRec has sharded: give rowmesh the model before DistributedModelParallel"
+    methods = [getattr(type(module), name, None) for name in _CONFIGS]
+    given = [method for method in methods if callable(method)]
+    if not given:
+        return None
+    way_out = (
+        "rowmesh runs its own and TorchRec's EmbeddingBagCollection and EmbeddingCollection with "
+        "their own forward"
+    )
+    if any(_is_torchrecs(vars(base).get("forward")) for base in type(module).__mro__):
+        return f"whose forward is its own: {way_out}; put what it adds into a module around one"
+    if any(method.__module__.startswith("torchrec.") for method in given):
+        return f"which is not supported: {way_out}; use one of these instead"
+    inner = {c.name for m in module.modules() if is_collection(m) for c in configs_of(m)}
+    if inner and {config.name for config in configs_of(module)} <= inner:
+        return None
+    return f"which has tables of its own: {way_out}; put the tables into one of these"
+
+
+def configs_of(module: Any) -> list[TableConfig]:
+    """The tables of a collection, or of what has its ``embedding_bag_configs()``."""
+    for attribute, kind in zip(_CONFIGS, (EmbeddingBagConfig, EmbeddingConfig), strict=True):
+        configs = getattr(module, attribute, None)
+        if callable(configs):
+            return [_own_config(c, kind) for c in configs()]
+    return []
+
+
+def tables_of(collection: Any) -> Any:
+    """The modules of a collection's tables by name, ours or TorchRec's; none of a sharded one."""
+    bags = getattr(collection, "embedding_bags", None)
+    return collection.embeddings if bags is None else bags
 
 
 def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -160,7 +229,7 @@ def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
     tables = {
         id(parameter)
         for _, module, _ in named_collections(model)
-        for parameter in module.parameters()
+        for parameter in tables_of(module).parameters()
     }
     return [p for p in model.parameters() if id(p) not in tables]
 
@@ -210,8 +279,7 @@ def warn_of_plain(model: nn.Module, *, is_first: bool = True) -> None:
 
 def is_trainable(collection: Any, name: str) -> bool:
     """Whether table ``name`` of a collection (ours or TorchRec's) takes gradients."""
-    tables = getattr(collection, "embedding_bags", None) or collection.embeddings
-    return bool(tables[name].weight.requires_grad)
+    return bool(tables_of(collection)[name].weight.requires_grad)
 
 
 def is_weighted(collection: Any) -> bool:
@@ -223,8 +291,18 @@ def is_weighted(collection: Any) -> bool:
 def _own_config(config: Any, kind: type[TableConfig]) -> TableConfig:
     if isinstance(config, TableConfig):
         return config
+    if getattr(config, "use_virtual_table", False):
+        raise InputError(
+            f"table {config.name!r} is a virtual table, which rowmesh does not have: leave out "
+            f"use_virtual_table, and give it the rows it needs"
+        )
     dtype = getattr(config, "data_type", torch.float32)
     low, high = (getattr(config, f"weight_init_{end}", None) for end in ("min", "max"))
+    init_fn = getattr(config, "init_fn", None)
+    if isinstance(init_fn, functools.partial) and init_fn.func is nn.init.uniform_:
+        range_ = {"a": 0.0, "b": 1.0} | init_fn.keywords  # TorchRec's default is one too
+        if not init_fn.args and set(range_) == {"a", "b"}:
+            low, high, init_fn = range_["a"], range_["b"], None
     fields: dict[str, Any] = {
         "name": config.name,
         "num_embeddings": config.num_embeddings,
@@ -233,6 +311,7 @@ def _own_config(config: Any, kind: type[TableConfig]) -> TableConfig:
         "data_type": dtype if isinstance(dtype, torch.dtype) else parse_dtype(dtype.value),
         "weight_init_min": low,
         "weight_init_max": high,
+        "init_fn": init_fn,
     }
     if kind is EmbeddingBagConfig:
         fields["pooling"] = PoolingType(str(config.pooling.value).lower())

@@ -26,7 +26,7 @@ from rowmesh.features import empty_like
 from rowmesh.topology import Topology
 from rowmesh.trace import Recorder
 
-__all__ = ["Mesh", "init_mesh", "make_lanes"]
+__all__ = ["Mesh", "init_mesh", "make_lanes", "share_of_mean"]
 
 T = TypeVar("T")
 
@@ -127,7 +127,7 @@ class Mesh:
         if self._loops:
             self._loops[-1].all_last = all_last
 
-    def mean(self, losses: Tensor, *, count: int | None = None) -> Tensor:
+    def mean(self, losses: Tensor, *, count: int | None = None, is_mean: bool = False) -> Tensor:
         """This rank's share of the mean loss: sum(losses) / B, B the global number of samples.
 
         The sum of the shares over ranks is the mean over the global batch, and so the plain sum
@@ -137,14 +137,22 @@ class Mesh:
         Args:
             losses: ``[b]``, one per sample of this rank.
             count: B, where it is not the number of samples of the last forward.
+            is_mean: ``losses`` is one number, the mean over this rank's samples of the last
+                forward, and so counts for as many. Of no samples it may be NaN.
 
         Collective:
             None after a forward of a sharded collection, whose counts exchange told B.
             Otherwise, and after a forward of an adopted embedding, whose ids need not be one
             batch of samples: all ranks, one 8-byte sum of the numbers of losses.
         """
-        if losses.dim() != 1:
-            raise InputError(f"mean takes one loss per sample, got shape {list(losses.shape)}")
+        _check_losses(losses, is_mean=is_mean)
+        if is_mean:
+            if count is not None or self._samples is None:
+                raise InputError(
+                    "mean(is_mean=True) takes the numbers of samples from the forward of a sharded "
+                    "collection before it, and no count="
+                )
+            return share_of_mean(losses, *self._samples, is_mean=True)
         if count is None and self._samples is not None:
             local, count = self._samples
             if len(losses) != local:
@@ -154,7 +162,7 @@ class Mesh:
                 )
         if count is None:
             count = int(self.total(len(losses)))
-        return losses.sum() / max(count, 1)
+        return share_of_mean(losses, len(losses), count)
 
     def total(self, value: float | Tensor, *, edge: str | None = "counts") -> Tensor:
         """The sum of ``value`` over ranks, added in rank order: the same bits everywhere.
@@ -287,6 +295,25 @@ class Mesh:
             self.fail(error)
         else:
             self.close()
+
+
+def share_of_mean(losses: Tensor, local: int, total: int, *, is_mean: bool = False) -> Tensor:
+    """What ``local`` of ``total`` samples add to the mean loss: see `Mesh.mean`."""
+    _check_losses(losses, is_mean=is_mean)
+    if not is_mean:
+        return losses.sum() / max(total, 1)
+    if local == 0:
+        return losses.nan_to_num() * 0.0
+    return losses * (local / total)
+
+
+def _check_losses(losses: Tensor, *, is_mean: bool) -> None:
+    shape = list(losses.shape)
+    if is_mean and shape:
+        raise InputError(f"mean(is_mean=True) takes one number, got shape {shape}")
+    if not is_mean and len(shape) != 1:
+        hint = "" if shape else ": if it is this rank's mean, say mean(loss, is_mean=True)"
+        raise InputError(f"mean takes one loss per sample, got shape {shape}{hint}")
 
 
 def make_lanes(ranks: list[int], *, timeout: timedelta) -> dict[Lane, dist.ProcessGroup]:

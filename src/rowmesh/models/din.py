@@ -18,7 +18,7 @@ from rowmesh.models.layers import (
     pooled_names,
     table_configs,
 )
-from rowmesh.tables import TableConfig, named_collections
+from rowmesh.tables import TableConfig, configs_of
 
 __all__ = ["DIN"]
 
@@ -171,7 +171,7 @@ def _sequence_configs(collection: nn.Module) -> list[TableConfig]:
         raise InputError(
             f"{type(collection).__name__} has no embedding_configs(): pass an EmbeddingCollection"
         )
-    return next(configs for path, _, configs in named_collections(collection) if path == "")
+    return configs_of(collection)
 
 
 def _shared_table(configs: Sequence[TableConfig], history: str, candidate: str) -> TableConfig:

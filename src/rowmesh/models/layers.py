@@ -13,7 +13,7 @@ from rowmesh import native
 from rowmesh.errors import InputError
 from rowmesh.features import KeyedTensor
 from rowmesh.models.linear import Linear
-from rowmesh.tables import TableConfig, named_collections
+from rowmesh.tables import TableConfig, configs_of
 
 __all__ = [
     "MLP",
@@ -190,7 +190,7 @@ def table_configs(collection: nn.Module) -> list[TableConfig]:
     Raises:
         InputError: If ``collection`` has no ``embedding_bag_configs()`` or reads no feature.
     """
-    configs = next((c for path, _, c in named_collections(collection) if path == ""), [])
+    configs = configs_of(collection)
     if not callable(getattr(collection, "embedding_bag_configs", None)):
         raise InputError(
             f"{type(collection).__name__} has no embedding_bag_configs(): pass an "

@@ -125,6 +125,10 @@ class _OneTable(Mapping[str, _Held]):
         weight.grad = None
         weight.__class__ = _Taken
 
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The weight, while it is here."""
+        return iter([held.weight for held in self.values()])
+
     def __iter__(self) -> Iterator[str]:
         return iter([self._name] if "weight" in self._modules[0]._parameters else [])
 

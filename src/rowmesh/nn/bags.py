@@ -14,6 +14,9 @@ from rowmesh.tables import TableConfig
 __all__ = ["Bags", "Reader", "as_features", "check_ids", "flatten", "readers_of"]
 
 
+_VARIABLE = ("variable_stride_per_key", "inverse_indices_or_none")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reader:
     """One feature reading one table: one block of output columns, or one sequence."""
@@ -69,6 +72,11 @@ def as_features(features: object) -> KeyedJaggedTensor:
             raise InputError(
                 f"features must be a KeyedJaggedTensor, got {type(features).__name__}; "
                 f"KeyedJaggedTensor.from_dense turns plain id columns into one"
+            )
+        if any(getattr(features, m, lambda: None)() for m in _VARIABLE):
+            raise InputError(
+                "features have batch sizes of their own (a stride per key, or inverse indices): "
+                "give all of them as many samples, each sample its own ids"
             )
         keys, values, lengths, stride = (p() for p in parts)  # type: ignore[misc]
         weights = getattr(features, "weights_or_none", lambda: None)()

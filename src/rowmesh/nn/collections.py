@@ -17,7 +17,7 @@ from torch._compile import _disable_dynamo as left_out_of_graphs
 from rowmesh.errors import InputError
 from rowmesh.features import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from rowmesh.nn.bags import Reader, readers_of
-from rowmesh.nn.init import fill_initial_values
+from rowmesh.nn.init import fill_table
 from rowmesh.nn.local import LocalEngine
 from rowmesh.tables import EmbeddingBagConfig, EmbeddingConfig, PoolingType, TableConfig
 
@@ -116,9 +116,7 @@ class Collection(nn.Module):
         modules = Tables({t.name: Table(t, device=device) for t in tables})
         self.add_module(self.table_attribute, modules)
         for config in tables if device.type != "meta" else ():
-            weight = modules[config.name].weight
-            rows = torch.arange(config.num_embeddings, device=device)
-            fill_initial_values(weight.detach(), config, rows, seed=seed)
+            fill_table(modules[config.name].weight.detach(), config, seed=seed)
         self.engine: Engine = LocalEngine(self)
 
     @property
@@ -218,6 +216,7 @@ class EmbeddingCollection(Collection):
     Args:
         tables: Their configurations.
         device: As for `EmbeddingBagCollection`.
+        need_indices: Give the ids of a sequence as the weights of its vectors.
         seed: Of the initial values.
     """
 
@@ -228,13 +227,19 @@ class EmbeddingCollection(Collection):
         tables: Sequence[EmbeddingConfig],
         *,
         device: torch.device | str | None = None,
+        need_indices: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__(tables, device=device, is_weighted=False, seed=seed)
+        self._need_indices = need_indices
 
     def embedding_configs(self) -> list[TableConfig]:
         """The tables."""
         return self.configs()
+
+    def need_indices(self) -> bool:
+        """Whether vectors come with their ids."""
+        return self._need_indices
 
     @left_out_of_graphs
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
@@ -243,11 +248,12 @@ class EmbeddingCollection(Collection):
         keys = {key: k for k, key in enumerate(features.keys())}
         lengths = features.lengths().view(len(keys), features.stride())
         totals = lengths.sum(1).tolist()
+        ids = features.values().split(totals) if self._need_indices else [None] * len(totals)
         found: dict[int, JaggedTensor] = {}
         for members, vectors in pieces:
             rows = [keys[self.readers[r].feature] for r in members]
             # split's parts are views that a model may not change in place; whole no one reads it
             parts = torch.unsafe_split_with_sizes(vectors, [totals[k] for k in rows])
             for r, k, part in zip(members, rows, parts, strict=True):
-                found[r] = JaggedTensor(part, lengths[k])
+                found[r] = JaggedTensor(part, lengths[k], ids[k])
         return {reader.name: found[r] for r, reader in enumerate(self.readers)}

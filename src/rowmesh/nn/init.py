@@ -8,9 +8,10 @@ import hashlib
 import torch
 from torch import Tensor
 
+from rowmesh.errors import InputError
 from rowmesh.tables import TableConfig
 
-__all__ = ["fill_initial_values", "initial_values"]
+__all__ = ["fill_initial_values", "fill_table", "initial_values"]
 
 _GOLDEN = -0x61C8864680B583EB  # 2^64 / golden ratio, as a signed 64-bit integer
 _MIX_1 = -0x40A7B892E31B1A47  # the multipliers of SplitMix64's finaliser
@@ -37,8 +38,7 @@ def initial_values(
     Returns:
         ``[n, columns]`` in fp32 on the device of ``rows``.
     """
-    digest = hashlib.sha256(f"{seed}/{config.name}".encode()).digest()[:8]
-    key = int.from_bytes(digest, "little", signed=True)
+    key = _key(config, seed)
     first, last = columns or (0, config.embedding_dim)
     numbers = torch.arange(first + 1, last + 1, device=rows.device)
     low, high = config.init_range()
@@ -62,6 +62,35 @@ def fill_initial_values(
     for start in range(0, len(rows), step):
         part = rows[start : start + step]
         out[start : start + step] = initial_values(config, part, seed=seed, columns=columns)
+
+
+@torch.no_grad()
+def fill_table(out: Tensor, config: TableConfig, *, seed: int) -> None:
+    """Write the whole table's initial values into ``out``: `initial_values`, then ``init_fn``.
+
+    What ``init_fn`` draws does not depend on what the program has drawn, nor on the device: it is
+    given memory on CPU.
+
+    Raises:
+        InputError: If ``init_fn`` fails.
+    """
+    fill_initial_values(out, config, torch.arange(len(out), device=out.device), seed=seed)
+    if config.init_fn is None:
+        return
+    whole = out.cpu()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(_key(config, seed))
+        try:
+            config.init_fn(whole)
+        except Exception as error:
+            kind = type(error).__name__
+            raise InputError(f"init_fn of table {config.name!r} failed: {kind}: {error}") from error
+    out.copy_(whole)
+
+
+def _key(config: TableConfig, seed: int) -> int:
+    digest = hashlib.sha256(f"{seed}/{config.name}".encode()).digest()[:8]
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ class LocalEngine:
 
     def __init__(self, collection: Collection) -> None:
         self.open_sink: Callable[[], Sink] | None = None
+        self.num_samples = 0  # of the last forward
         self._collection = [collection]  # in a list: a module must not register its parent
         self._stacks: list[_Stack] = []
 
@@ -50,6 +51,7 @@ class LocalEngine:
         collection = self._collection[0]
         tables, pooled = collection.configs(), collection.pooled
         features = as_features(features)
+        self.num_samples = features.stride()
         sink = self.open_sink() if self.open_sink is not None else None
         pieces: list[Piece] = []
         for stack in self.current_stacks():

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rowmesh.nn.init import fill_initial_values
+from rowmesh.nn.init import fill_table
 from rowmesh.runtime.copies import refresh_copies, refresh_homes
 from rowmesh.runtime.embeddings import ShardedEngine
 from rowmesh.runtime.places import Region
@@ -97,9 +97,7 @@ def _set_local(table: NamedTable, values: Tensor, rows: Ints | None) -> None:
     if weight.is_meta:
         made = torch.empty(weight.shape, dtype=weight.dtype, device=values.device)
         if len(values) < len(made):  # the others start as sharding would start them
-            every = torch.arange(len(made), device=made.device)
-            seed = getattr(table.collection, "seed", 0)
-            fill_initial_values(made, config, every, seed=seed)
+            fill_table(made, config, seed=getattr(table.collection, "seed", 0))
         module.weight = weight = nn.Parameter(made, requires_grad=weight.requires_grad)
     if rows is None:
         weight[: len(values)].copy_(values)

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rowmesh.comm.mesh import share_of_mean
 from rowmesh.errors import InputError
 from rowmesh.nn.collections import Collection
-from rowmesh.nn.init import fill_initial_values
+from rowmesh.nn.init import fill_table
 from rowmesh.nn.kernels import coalesce
 from rowmesh.nn.local import LocalEngine, Sink
 from rowmesh.optim import UpdateRule
@@ -26,7 +27,15 @@ from rowmesh.placement import Copies, Groups, Plan, Sync, hot_ids
 from rowmesh.runtime.adopt import adopt_collections
 from rowmesh.tables import dense_parameters, named_collections
 
-__all__ = ["Oracle", "materialise"]
+__all__ = ["Loss", "Oracle", "materialise", "run_model"]
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+def run_model(model: nn.Module, batch: Any) -> Tensor:
+    """What ``model`` returns: one loss per sample."""
+    found: Tensor = model(batch)
+    return found
 
 
 @torch.no_grad()
@@ -39,8 +48,7 @@ def materialise(model: nn.Module, *, device: torch.device | str = "cpu") -> nn.M
             weight = table.weight
             if weight.device.type == "meta":
                 values = torch.empty(weight.shape, dtype=weight.dtype, device=device)
-                rows = torch.arange(len(values), device=device)
-                fill_initial_values(values, config, rows, seed=module.seed)
+                fill_table(values, config, seed=module.seed)
                 table.weight = nn.Parameter(values, requires_grad=weight.requires_grad)
     return model
 
@@ -76,12 +84,14 @@ class Oracle:
     ranks do under that plan, whatever its exactness, must equal this to the bit.
 
     Args:
-        model: Unsharded; its ``forward(batch)`` returns one loss per sample. Tables on ``meta``
-            get their initial values.
+        model: Unsharded. Tables on ``meta`` get their initial values.
         dense: As for `rowmesh.Optimizer`.
         sparse: As for `rowmesh.Optimizer`.
         span: `Plan.span`: so many parts, next to each other, are added up first; default all.
         plan: Whose shard groups, sync and span to follow, instead of ``span``.
+        loss: Of the model and a batch: one loss per sample, which ``model(batch)`` gives if this
+            is not given.
+        is_mean: It is one number instead, the mean, as for `Mesh.mean`.
     """
 
     def __init__(
@@ -92,7 +102,11 @@ class Oracle:
         sparse: UpdateRule,
         span: int | None = None,
         plan: Plan | None = None,
+        loss: Loss | None = None,
+        is_mean: bool = False,
     ) -> None:
+        self._loss = loss or run_model
+        self._is_mean, self._num_samples = is_mean, 0
         self._span = span if plan is None else plan.span
         self.model = materialise(adopt_collections(model))
         self.rule = sparse
@@ -108,7 +122,7 @@ class Oracle:
             if not isinstance(engine, LocalEngine):
                 raise InputError("the oracle needs the unsharded model")
             names = [c.name for c in configs]
-            engine.open_sink = lambda names=names: self._open_sink(names)
+            engine.open_sink = lambda e=engine, names=names: self._open_sink(e, names)
             self._engines.append(engine)
             self._names.append(names)
         self._collections = [m for _, m, _ in named_collections(self.model)]
@@ -162,7 +176,8 @@ class Oracle:
         for engine, stacks in zip(self._engines, self._stacks[view], strict=True):
             engine.use_stacks(stacks)
 
-    def _open_sink(self, names: Sequence[str]) -> Sink:
+    def _open_sink(self, engine: LocalEngine, names: Sequence[str]) -> Sink:
+        self._num_samples = engine.num_samples
         part, forward = self._part, self._forwards
         self._forwards += 1
         return lambda table, rows, sums: self._arrived.append(
@@ -188,25 +203,34 @@ class Oracle:
             The losses of the last backward of every part.
         """
         self._arrived.clear()
-        losses: list[Tensor] = []
         dense: list[list[Tensor | None]] = []
-        counts = [sum(_num_samples(part[k]) for part in parts) for k in range(len(parts[0]))]
-        for self._part, part in enumerate(parts):
-            if self._views is not None:
-                self._use(self._views.group(self._part))
-            self._forwards = 0
+        # All forwards go first: they tell how many samples a batch has on all ranks.
+        forwards = [self._forward(number, part) for number, part in enumerate(parts)]
+        counts = [sum(local for _, local in column) for column in zip(*forwards, strict=True)]
+        for mine in forwards:
             for parameter in self.parameters:
                 parameter.grad = None
-            for count, batch in zip(counts, part, strict=True):
-                found = self.model(batch)
-                (found.sum() / max(count, 1)).backward()
-            losses.append(found.detach())
+            for count, (found, local) in zip(counts, mine, strict=True):
+                share_of_mean(found, local, count, is_mean=self._is_mean).backward()
             dense.append([p.grad for p in self.parameters])
-        self._use(0)
+        losses = [mine[-1][0].detach() for mine in forwards]
         for parameter, grads in zip(self.parameters, zip(*dense, strict=True), strict=True):
             parameter.grad = _add(parameter, grads, self._span or len(grads))
         self._update(clip, self.rule.lr if lr is None else lr)
         return losses
+
+    def _forward(self, number: int, part: Sequence[Any]) -> list[tuple[Tensor, int]]:
+        """The losses of every batch of a part, and of how many samples."""
+        self._part, self._forwards = number, 0
+        if self._views is not None:
+            self._use(self._views.group(number))
+        found = []
+        for batch in part:
+            losses = self._loss(self.model, batch)
+            is_list = losses.dim() > 0 and not self._is_mean
+            found.append((losses, len(losses) if is_list else self._num_samples))
+        self._use(0)
+        return found
 
     @torch.no_grad()
     def _update(self, clip: float | None, lr: float) -> None:
@@ -325,19 +349,6 @@ def _among(arrivals: Sequence[_Arrival], rows: Tensor, is_among: bool) -> list[_
         keep = torch.isin(a.rows, rows.to(a.rows.device)) == is_among
         found.append(replace(a, rows=a.rows[keep], sums=a.sums[keep]))
     return found
-
-
-def _num_samples(batch: Any) -> int:
-    """Samples of a batch: of its jagged features, wherever they are."""
-    if callable(getattr(batch, "stride", None)) and callable(getattr(batch, "keys", None)):
-        return int(batch.stride())
-    if hasattr(batch, "sparse_features"):
-        return int(batch.sparse_features.stride())
-    members = batch.values() if isinstance(batch, dict) else batch
-    for member in members if isinstance(batch, dict | list | tuple) else ():
-        if (found := _num_samples(member)) >= 0:
-            return found
-    return -1
 
 
 def _add(parameter: nn.Parameter, grads: Sequence[Tensor | None], span: int) -> Tensor | None:

@@ -13,7 +13,7 @@ from rowmesh.nn.collections import Collection
 from rowmesh.runtime.embeddings import ShardedEngine, sharded_engines
 from rowmesh.runtime.places import Region
 from rowmesh.runtime.tickets import Stack
-from rowmesh.tables import TableConfig, named_collections, uncompiled
+from rowmesh.tables import TableConfig, named_collections, tables_of, uncompiled
 
 __all__ = [
     "DenseState",
@@ -54,7 +54,7 @@ class NamedTable:
     @property
     def local(self) -> Any:
         """The table's own module, in an unsharded model."""
-        return _tables(self.collection)[self.config.name]
+        return tables_of(self.collection)[self.config.name]
 
 
 def named_tables(model: nn.Module) -> list[NamedTable]:
@@ -79,11 +79,6 @@ def holders(collection: Any, name: str) -> Sequence[tuple[nn.Module, str]]:
         return collection.holders(name)
     attribute = "embedding_bags" if hasattr(collection, "embedding_bags") else "embeddings"
     return [(collection, f"{attribute}.{name}.weight")]
-
-
-def _tables(collection: Any) -> Any:
-    is_bags = hasattr(collection, "embedding_bags")
-    return collection.embedding_bags if is_bags else collection.embeddings
 
 
 class DenseState(OrderedDict[str, Any]):

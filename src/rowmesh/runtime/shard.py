@@ -1,16 +1,18 @@
 """`rm.shard`: the one verb that distributes a model, in place."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rowmesh.comm.agreement import agree, attempt
 from rowmesh.comm.codecs import Codecs, make_codecs
 from rowmesh.comm.mesh import Mesh
 from rowmesh.errors import NotExecutable, PlanError, did_you_mean
 from rowmesh.nn.collections import Collection
-from rowmesh.nn.init import fill_initial_values
+from rowmesh.nn.init import fill_initial_values, fill_table
 from rowmesh.placement import Copies, Groups, Plan, TablePlan, hot_ids
 from rowmesh.placement.codecs import GRADIENT_EDGES, WIRE_CODECS, wire_form
 from rowmesh.placement.dense import bucket_elements
@@ -18,7 +20,9 @@ from rowmesh.runtime.adopt import adopt_collections
 from rowmesh.runtime.copies import make_riders
 from rowmesh.runtime.dense import DenseBuckets, broadcast_dense
 from rowmesh.runtime.embeddings import ShardedEngine, sharded_engines
+from rowmesh.runtime.importing import set_rows
 from rowmesh.runtime.places import DENSE_SUMS, Region
+from rowmesh.runtime.regions import named_tables
 from rowmesh.runtime.stacks import StackLayout, lay_out
 from rowmesh.runtime.state_dicts import hook_state_dicts
 from rowmesh.runtime.tickets import Stack
@@ -71,7 +75,6 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
     warn_of_plain(model, is_first=mesh.rank == 0)
     collections = list(named_collections(model))
     _check_tables(plan, collections)
-    model = adopt_collections(model)
     dense = dense_parameters(model)
     trainable = [p for p in dense if p.requires_grad]
     if wide := {p.dtype for p in trainable} - set(BYTES_OF):
@@ -84,13 +87,14 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
             f"the plan's dense buckets hold {sum(plan.dense)} elements, this model's "
             f"{sum(bucket_elements([p.numel() for p in trainable]))}: make a plan for this model"
         )
+    adopt_collections(model)  # the last check; from here on the model changes
     codecs = make_codecs(wire_form(plan))
-    for path, _, configs in collections:
-        module = model.get_submodule(path)
-        assert isinstance(module, Collection)
+    to_make = _made_whole(collections)
+    for path, module, configs in collections:
         plans = [plan.table(c.name) for c in configs]
         groups = [plan.groups(table) for table in plans]
         module.engine = _make_engine(path, module, plans, groups, mesh, plan.span, codecs)
+    _run_init_fns(model, mesh, to_make)
     if mesh.world > 1:
         broadcast_dense([*dense, *model.buffers()], mesh)
     engines = sharded_engines(model)
@@ -207,6 +211,38 @@ def _make_engine(
     )
 
 
+def _made_whole(collections: Sequence[tuple[str, Collection, list[TableConfig]]]) -> list[str]:
+    """Tables on ``meta`` whose ``init_fn`` makes them."""
+    return [
+        config.name
+        for _, module, configs in collections
+        for config in configs
+        if config.init_fn is not None and module.table_modules()[config.name].weight.is_meta
+    ]
+
+
+def _run_init_fns(model: nn.Module, mesh: Mesh, names: Sequence[str]) -> None:
+    """Make these tables on rank 0, one at a time, and give every rank its rows.
+
+    On one rank only: an ``init_fn`` may draw from what is not alike on all ranks.
+
+    Collective:
+        All ranks.
+    """
+    for table in named_tables(model):
+        if table.config.name not in names:
+            continue
+        whole, problem = None, None
+        if mesh.rank == 0:
+            config = table.config
+            shape = (config.num_embeddings, config.embedding_dim)
+            whole = torch.empty(shape, dtype=config.data_type)
+            work = functools.partial(fill_table, whole, config, seed=table.collection.seed)
+            _, problem = attempt(work)
+        agree(mesh, None, problem)
+        set_rows(table, whole, None, count=table.config.num_embeddings, spread=True)
+
+
 def make_stack(layout: StackLayout, mesh: Mesh) -> Stack:
     """This rank's memory for a stack."""
 
@@ -225,7 +261,7 @@ def _fill(out: Tensor, region: Region, module: Collection) -> None:
     part = out[region.start : region.start + region.num_rows]
     rows = torch.from_numpy(region.rows()).to(out.device)
     weight = module.table_modules()[config.name].weight
-    if weight.device.type == "meta":
+    if weight.is_meta:
         fill_initial_values(part, config, rows, seed=module.seed, columns=region.columns)
     else:
         columns = weight.detach()[:, slice(*region.columns)]

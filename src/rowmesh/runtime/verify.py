@@ -14,7 +14,7 @@ from rowmesh.optim import UpdateRule
 from rowmesh.placement import Exactness, Plan, Sync
 from rowmesh.runtime.export import full_sparse_state, full_state_dict
 from rowmesh.runtime.optimizer import Optimizer
-from rowmesh.runtime.oracle import Oracle
+from rowmesh.runtime.oracle import Loss, Oracle, run_model
 from rowmesh.runtime.regions import named_tables
 from rowmesh.runtime.shard import shard
 from rowmesh.tables import uncompiled
@@ -88,6 +88,8 @@ def verify(
     *,
     dense: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     sparse: UpdateRule,
+    loss: Loss | None = None,
+    is_mean: bool = False,
 ) -> Verification:
     """Train a few steps sharded and by the oracle, and compare losses, weights and states.
 
@@ -99,6 +101,9 @@ def verify(
         batches: This rank's batch of every step.
         dense: As for `rowmesh.Optimizer`.
         sparse: As for `rowmesh.Optimizer`.
+        loss: Of the model and a batch: one loss per sample, which ``model(batch)`` gives if this
+            is not given.
+        is_mean: It is one number instead, the mean, as for `Mesh.mean`.
 
     Returns:
         The same on all ranks.
@@ -115,8 +120,8 @@ def verify(
     optimizer = Optimizer(model, dense=dense, sparse=sparse)
     losses = []
     for batch in batches:
-        found = model(batch)
-        mesh.mean(found).backward()
+        found = (loss or run_model)(model, batch)
+        mesh.mean(found, is_mean=is_mean).backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(found.detach())
@@ -125,7 +130,8 @@ def verify(
     outcome: Verification | str | None = None
     if mesh.rank == 0:
         try:
-            oracle = Oracle(make_model(), dense=dense, sparse=sparse, plan=plan)
+            settings: dict[str, Any] = {"loss": loss, "is_mean": is_mean}
+            oracle = Oracle(make_model(), dense=dense, sparse=sparse, plan=plan, **settings)
             outcome = _compare(oracle, plan, everyone, tables, states)
         except Exception as error:  # every rank must hear of it
             outcome = f"the oracle failed on rank 0: {sentence_of(error)}"
