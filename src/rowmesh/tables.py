@@ -248,7 +248,7 @@ def warn_of_plain(model: nn.Module, *, is_first: bool = True) -> None:
     Raises:
         InputError: If the gradients of one are sparse, which dense layers' sums do not take.
     """
-    tables = {id(p) for _, module, _ in named_collections(model) for p in module.parameters()}
+    tables = {id(p) for _, c, _ in named_collections(model) for p in tables_of(c).parameters()}
     found = {
         path: module
         for path, module in uncompiled(model).named_modules()

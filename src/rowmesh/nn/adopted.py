@@ -264,7 +264,17 @@ def _adopted(kind: type[nn.Module]) -> type[_Adopted]:
     base = AdoptedEmbedding if issubclass(kind, nn.Embedding) else AdoptedEmbeddingBag
     if kind in (nn.Embedding, nn.EmbeddingBag):
         return base
-    return type(kind.__name__, (base, kind), {"__module__": kind.__module__})
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:  # the class has no name to be pickled by
+        return _blank, (kind,), dict(vars(self))
+
+    own = {"__module__": kind.__module__, "__reduce_ex__": reduce}
+    return type(kind.__name__, (base, kind), own)
+
+
+def _blank(kind: type[nn.Module]) -> nn.Module:
+    found = _adopted(kind)
+    return found.__new__(found)
 
 
 def table_name(path: str, taken: set[str]) -> str:

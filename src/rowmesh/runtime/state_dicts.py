@@ -19,20 +19,19 @@ def hook_state_dicts(model: nn.Module) -> None:
     """Let torch's state dicts have the tables of a model that has just been sharded.
 
     Neither communicates, so on several ranks ``state_dict`` says what is missing, and
-    ``load_state_dict`` raises before it changes anything.
+    ``load_state_dict`` raises before it changes anything if it is given a table.
     """
     mesh, tables = mesh_of(model), named_tables(model)
     if mesh is None:
         return
-    keys = [key for table in tables for key in table.keys]
     if mesh.world > 1:
         model = uncompiled(model)
-        _keep(model, model.register_load_state_dict_pre_hook(_refuser(keys, mesh)))
+        refuse = _refuser([key for table in tables for key in table.keys], mesh)
+        _keep(model, model.register_load_state_dict_pre_hook(refuse))
     for table in tables:
         for module, key in holders(table.collection, table.config.name):
             _keep(module, module.register_state_dict_post_hook(_saver(table, key, mesh)))
-            load = _refuser([key], mesh) if mesh.world > 1 else _loader(table, key)
-            _keep(module, module.register_load_state_dict_pre_hook(load))
+            _keep(module, module.register_load_state_dict_pre_hook(_loader(table, key, mesh)))
 
 
 def unhook_state_dicts(model: nn.Module) -> None:
@@ -62,21 +61,20 @@ def _saver(table: NamedTable, key: str, mesh: Mesh) -> Callable[..., None]:
 
 
 def _refuser(keys: list[str], mesh: Mesh) -> Callable[..., None]:
-    def refuse(
-        module: nn.Module, state_dict: Any, prefix: str, metadata: Any, strict: bool, *rest: Any
-    ) -> None:
-        found = [prefix + key for key in keys if strict or prefix + key in state_dict]
+    def refuse(module: nn.Module, state_dict: Any, prefix: str, *rest: Any) -> None:
+        found = [prefix + key for key in keys if prefix + key in state_dict]
         if found:
             raise InputError(
                 f"load_state_dict cannot set table {found[0]!r}, whose rows lie on {mesh.world} "
-                f"ranks: call rm.load_full_state_dict(model, state_dict) on every rank; with "
-                f"strict=False and no tables it sets the dense parameters alone"
+                f"ranks: call rm.load_full_state_dict(model, state_dict) on every rank"
             )
 
     return refuse
 
 
-def _loader(table: NamedTable, key: str) -> Callable[..., None]:
+def _loader(table: NamedTable, key: str, mesh: Mesh) -> Callable[..., None]:
+    refuse = _refuser([key], mesh)
+
     def load(
         module: nn.Module,
         state_dict: dict[str, Any],
@@ -87,10 +85,12 @@ def _loader(table: NamedTable, key: str) -> Callable[..., None]:
         unexpected: list[str],
         errors: list[str],
     ) -> None:
+        if mesh.world > 1:
+            refuse(module, state_dict, prefix)
         values = state_dict.pop(prefix + key, None)
         shape = [table.config.num_embeddings, table.config.embedding_dim]
         if values is None:
-            missing += [prefix + key] if strict else []
+            missing.append(prefix + key)  # torch raises, if that was asked for
         elif not isinstance(values, Tensor) or list(values.shape) != shape:
             given = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
             errors.append(f"{prefix + key} is {given}, but the table's shape is {shape}.")
