@@ -7,6 +7,7 @@
     ├── PlanError         a plan is not valid, or not for this model and mesh (also a ValueError)
     │   └── NotExecutable a valid plan that this version's runtime cannot run yet
     ├── StepError         forward, backward and step were called in an order that has no meaning
+    ├── DivergedError     a run's numbers are not finite any more (also an ArithmeticError)
     ├── PeerError         another rank failed, left or went silent (also a RuntimeError)
     └── LabError          making or removing the hosts of a lab failed (also a RuntimeError)
 
@@ -17,6 +18,7 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
+    "DivergedError",
     "InputError",
     "LabError",
     "NotExecutable",
@@ -48,6 +50,10 @@ class NotExecutable(PlanError):  # noqa: N818 - reads as the statement it makes
 
 class StepError(RowmeshError, RuntimeError):
     """The order of forward, backward, step and zero_grad has no meaning."""
+
+
+class DivergedError(RowmeshError, ArithmeticError):
+    """Losses, predictions or weights of a run are not finite; the message names the step."""
 
 
 class PeerError(RowmeshError, RuntimeError):
