@@ -38,6 +38,7 @@ _THEIRS = tuple(
     f"torchrec.modules.embedding_modules.{kind}Collection.forward"
     for kind in ("EmbeddingBag", "Embedding")
 )
+_PROCESSED = "torchrec.modules.fp_embedding_modules.FeatureProcessedEmbeddingBagCollection"
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 BYTES_OF = {torch.float32: 4, torch.float16: 2, torch.bfloat16: 2}
 
@@ -168,8 +169,9 @@ def named_collections(model: nn.Module) -> Iterator[tuple[str, Any, list[TableCo
             if (configs := configs_of(module)) or not hasattr(module, "tied"):
                 yield path, module, configs  # else another module is the collection of its table
         elif why := _why_not_run(module):
+            parent = type(model.get_submodule(path.rpartition(".")[0])).__qualname__
             raise InputError(
-                f"{f'module {path!r}' if path else 'the model'} is a "
+                f"{f'module {path!r} of {parent}' if path else 'the model'} is a "
                 f"{type(module).__module__}.{type(module).__qualname__}, {why}"
             )
 
@@ -186,11 +188,18 @@ def _is_torchrecs(forward: Any) -> bool:
     return name in _THEIRS
 
 
-def _why_not_run(module: nn.Module) -> str | None:
+def _why_not_run(module: Any) -> str | None:
     """Why a module that looks like a collection cannot be one; None if it does not look so."""
     names = [f"{base.__module__}.{base.__qualname__}" for base in type(module).__mro__]
     if "torchrec.distributed.types.ShardedModule" in names:
         return "which TorchRec has sharded: give rowmesh the model before DistributedModelParallel"
+    if _PROCESSED in names and any(
+        p.requires_grad for p in module._feature_processors.parameters()
+    ):
+        return (
+            "whose feature processors are trained through the weights of ids, which take no "
+            "gradient in rowmesh: freeze them, or weigh the ids in the data"
+        )
     methods = [getattr(type(module), name, None) for name in _CONFIGS]
     given = [method for method in methods if callable(method)]
     if not given:
