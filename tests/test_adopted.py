@@ -3,6 +3,8 @@
 import copy
 import io
 import pickle
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -503,3 +505,12 @@ def test_an_embedding_on_meta_is_made_where_it_lies_its_padding_zero() -> None:
     weight = found[0]["a.weight"]
     assert not weight[7].any()
     assert (weight.any(1).sum(), weight.abs().max() <= 50**-0.5) == (49, True)
+
+
+def test_the_pages_program_runs_and_its_state_fits_the_model_as_written() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "adopt.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(compile(program, "adopt.md", "exec"), found)
+    found["Recommender"]().load_state_dict(found["state"])
+    assert {table.name for table in found["plan"].tables} == {"user", "item", "tags"}

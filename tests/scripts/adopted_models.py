@@ -30,7 +30,7 @@ def _offline(*_: Any, **__: Any) -> Any:
     raise requests.ConnectionError("this test fetches nothing")
 
 
-requests.get = _offline  # deepctr_torch asks for its newest version when it is imported
+requests.get = _offline  # deepctr_torch asks for its newest version as it is imported
 
 Batch = dict[str, Tensor]
 Draw = Callable[[int], Batch]
