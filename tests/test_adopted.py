@@ -306,12 +306,15 @@ def test_a_sharded_weight_can_be_read_and_not_written() -> None:
         lambda: weight.__setitem__(0, 1.0),
         lambda: nn.init.normal_(weight),
         lambda: nn.init.xavier_uniform_(weight),
-        lambda: torch.add(weight, 1, out=weight),
+        lambda: weight.detach().fill_(0.0),
         lambda: weight.__iadd__(1),
         lambda: setattr(weight, "data", before),
     ):
         with pytest.raises(rm.InputError, match=r"would change a copy.*rm.load_pretrained"):
             write()
+    torch.save(weight.detach(), buffer := io.BytesIO())
+    buffer.seek(0)
+    assert type(torch.load(buffer)) is Tensor
     with pytest.raises(rm.InputError, match=r"cannot be replaced.*rm.load_pretrained"):
         model["a"].weight = nn.Parameter(before)
     for use in (lambda: kept.square().sum(), lambda: torch.optim.SGD([kept], lr=1.0).step()):
@@ -505,6 +508,41 @@ def test_an_embedding_on_meta_is_made_where_it_lies_its_padding_zero() -> None:
     weight = found[0]["a.weight"]
     assert not weight[7].any()
     assert (weight.any(1).sum(), weight.abs().max() <= 50**-0.5) == (49, True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_model_may_be_converted_after_adoption(dtype: torch.dtype) -> None:
+    model = wrap(a=nn.Embedding(9, 4, padding_idx=0), b=nn.EmbeddingBag(9, 4, padding_idx=2))
+    reference = copy.deepcopy(model).to(dtype)
+    model, _ = sharded(rm.init_mesh(), rm.adopt(model).to(dtype))
+    ids = torch.randint(0, 9, (5, 3))
+    for key in ("a", "b"):
+        found = model[key](ids)
+        assert found.dtype == dtype
+        assert torch.equal(found, reference[key](ids))
+    with pytest.raises(rm.InputError, match=r"'a': data_type torch.float64 is not fp32"):
+        rm.make_plan(rm.adopt(wrap(a=nn.Embedding(3, 2))).double(), rm.Topology())
+
+
+def test_memory_that_two_parameters_share_is_not_untied() -> None:
+    model = wrap(a=nn.Embedding(3, 2), b=nn.Embedding(3, 2))
+    model["b"].weight.data = model["a"].weight.data
+    with pytest.raises(rm.InputError, match=r"'a' shares its values with 'b.weight'"):
+        sharded(rm.init_mesh(), rm.adopt(model))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of its compiler
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which hides this one
+def test_a_compiled_model_looks_up_outside_its_graphs() -> None:
+    reference = Dims()
+    model, _ = sharded(rm.init_mesh(), rm.adopt(Dims()))
+    table = model.item.weight  # of the class that a graph must not look into
+    compiled = torch.compile(lambda batch: model(batch) + table.t()[0, 0], backend="eager")
+    batch = {"user": torch.tensor([1, 2, 2])}
+    found = compiled(batch)
+    assert near(found, (reference(batch) + reference.item.weight[0, 0]).double())
+    found.sum().backward()
+    torch.compiler.reset()
 
 
 def test_the_pages_program_runs_and_its_state_fits_the_model_as_written() -> None:

@@ -7,7 +7,7 @@ mesh it does what it did, to torch's own code.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -26,10 +26,6 @@ from rowmesh.tables import EmbeddingConfig, TableConfig
 
 __all__ = ["AdoptedEmbedding", "AdoptedEmbeddingBag", "WholeTable", "convert", "table_name"]
 
-_IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")}
-_IN_PLACE |= {f"__i{name}__" for name in ("and", "or", "xor", "lshift", "rshift")}
-_IN_PLACE |= {"__set__", "__setitem__"}
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Config(EmbeddingConfig):
@@ -39,34 +35,50 @@ class _Config(EmbeddingConfig):
 
 
 class WholeTable(Tensor):
-    """All rows of a table on the mesh, looked up: to be read, and written by nobody."""
+    """All rows of a table on the mesh, looked up: to be read, and written by nobody.
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        """What ``func`` gives; a view of the rows is not to be written either."""
-        kwargs, name = kwargs or {}, func.__name__
-        written = [kwargs.get("out")]
-        if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
-            written += [*args[:1], kwargs.get("tensor")]  # torch.nn.init names it
-        if any(isinstance(value, cls) for value in written):
-            raise InputError(
-                f"{name} would change a copy of a sharded table, not the table: set its rows with "
-                f"rm.load_pretrained or rm.load_full_state_dict, or before rm.shard"
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            found = func(*args, **kwargs)
-            rows = next((a for a in args if isinstance(a, cls)), None)
-            if isinstance(found, Tensor) and rows is not None and _share_memory(found, rows):
-                return found.as_subclass(cls)
-        return found
+    What is made of it is a plain tensor. Its methods that change it in place raise, and so do those
+    of its ``data`` and of its parts. (A ``__torch_function__`` would see more ways, but
+    ``torch.compile`` looks into one.)
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def detach(self) -> "WholeTable":
+        """The rows without gradient."""
+        return Tensor.detach(self).as_subclass(WholeTable)
+
+    def __getitem__(self, index: Any) -> "WholeTable":
+        return Tensor.__getitem__(self, index).as_subclass(WholeTable)
+
+    @property
+    def data(self) -> "WholeTable":
+        """The rows without gradient."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _refuse_change("data")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
-def _share_memory(a: Tensor, b: Tensor) -> bool:
-    if a.layout is not torch.strided:
-        return False
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+def _refuse_change(name: str) -> None:
+    raise InputError(
+        f"{name} would change a copy of a sharded table, not the table: set its rows with "
+        f"rm.load_pretrained or rm.load_full_state_dict, or before rm.shard"
+    )
+
+
+def _refuse_changes() -> None:
+    names = [name for name in dir(Tensor) if name.endswith("_") and not name.endswith("__")]
+    words = "add sub mul truediv floordiv mod pow and or xor lshift rshift"
+    for name in ["__setitem__", *names, *(f"__i{word}__" for word in words.split(" "))]:
+        setattr(WholeTable, name, lambda *_, name=name, **__: _refuse_change(name))
+
+
+_refuse_changes()
 
 
 class _Taken(nn.Parameter):
@@ -154,8 +166,12 @@ class _Adopted(Collection):
             self.engine = LocalEngine(self)
 
     def configs(self) -> list[TableConfig]:
-        """The table; nothing if another module is its collection."""
-        return list(vars(self).get("_configs", []))
+        """The table, of the weight's dtype; nothing if another module is its collection."""
+        found: list[TableConfig] = vars(self).get("_configs", [])
+        weight = self._parameters.get("weight")
+        if found and weight is not None and weight.dtype != found[0].data_type:
+            found[0] = replace(found[0], data_type=weight.dtype)  # the model was converted
+        return list(found)
 
     embedding_configs = configs
 
@@ -219,6 +235,7 @@ class _Adopted(Collection):
 class AdoptedEmbedding(_Adopted, nn.Embedding):
     """An ``nn.Embedding`` whose rows may lie on many ranks."""
 
+    @left_out_of_graphs
     def forward(self, input: Tensor) -> Tensor:
         """The rows of ids of any shape; what ``padding_idx`` gives takes no gradient."""
         if self._is_plain():
@@ -233,6 +250,7 @@ class AdoptedEmbedding(_Adopted, nn.Embedding):
 class AdoptedEmbeddingBag(_Adopted, nn.EmbeddingBag):
     """An ``nn.EmbeddingBag`` whose rows may lie on many ranks; they are pooled where they go."""
 
+    @left_out_of_graphs
     def forward(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
