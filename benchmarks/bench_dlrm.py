@@ -237,6 +237,20 @@ def parse_args() -> argparse.Namespace:
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
     )
+    add_job_flags(p)
+    p.add_argument("--steps", type=int, default=20)
+    p.add_argument("--losses", action="store_true", help="print the loss of every step")
+    p.add_argument("--trace", metavar="FILE", help="write a Chrome trace, print its table")
+    p.add_argument("--trace-steps", type=int, default=10, help="steps to trace")
+    p.add_argument("--gate", help="after the warm-up, step when this folder says so (race.py)")
+    args = p.parse_args()
+    if not 1 <= args.trace_steps <= MAX_TRACE_STEPS:
+        p.error(f"--trace-steps is {args.trace_steps}, but must be from 1 to {MAX_TRACE_STEPS}")
+    return args
+
+
+def add_job_flags(p: argparse.ArgumentParser) -> None:
+    """Those of `build`: data, model, plan and optimiser."""
     add_plan_flags(p)
     add_own_cores_flag(p)
     p.add_argument("--show-plan", action="store_true", help="print the plan first")
@@ -250,18 +264,9 @@ def parse_args() -> argparse.Namespace:
     p.add_argument("--lr", type=float, default=0.05)
     p.add_argument("--dense-opt", default="adagrad", choices=sorted(DENSE))
     p.add_argument("--warmup", type=int, default=5)
-    p.add_argument("--steps", type=int, default=20)
     p.add_argument("--batches", type=int, default=10, help="distinct batches, cycled")
     p.add_argument("--seed", type=int, default=0, help="of the initial weights")
     p.add_argument("--default-malloc", action="store_true", help="return freed memory every step")
-    p.add_argument("--losses", action="store_true", help="print the loss of every step")
-    p.add_argument("--trace", metavar="FILE", help="write a Chrome trace, print its table")
-    p.add_argument("--trace-steps", type=int, default=10, help="steps to trace")
-    p.add_argument("--gate", help="after the warm-up, step when this folder says so (race.py)")
-    args = p.parse_args()
-    if not 1 <= args.trace_steps <= MAX_TRACE_STEPS:
-        p.error(f"--trace-steps is {args.trace_steps}, but must be from 1 to {MAX_TRACE_STEPS}")
-    return args
 
 
 class Work:

@@ -16,7 +16,7 @@ from rowmesh.comm import codecs
 from rowmesh.comm.mesh import Mesh
 from rowmesh.errors import NotExecutable
 from rowmesh.placement import Codec
-from rowmesh.runtime import dense, sums
+from rowmesh.runtime import ring, sums
 from rowmesh.runtime.shard import check_executable
 from tests.cases import (
     DENSE,
@@ -165,7 +165,7 @@ def flags_coded_as_gradients(mesh: Mesh) -> Patch:
     def coded_flat(vector: torch.Tensor, codec: Any, num_values: int) -> Any:
         return codecs.coded_flat(vector * 1e4, codec, len(vector))
 
-    return mock.patch.object(dense, "coded_flat", coded_flat)
+    return mock.patch.object(ring, "coded_flat", coded_flat)
 
 
 def sums_kept_exact_by_their_owner(mesh: Mesh) -> Patch:
@@ -173,7 +173,7 @@ def sums_kept_exact_by_their_owner(mesh: Mesh) -> Patch:
 
 
 def dense_sums_kept_exact_by_their_owner(mesh: Mesh) -> Patch:
-    return mock.patch.object(dense, "settle")
+    return mock.patch.object(ring, "settle")
 
 
 def mutated(mesh: Mesh, case: Case, patch: Callable[[Mesh], Patch]) -> Run:

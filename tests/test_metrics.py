@@ -143,7 +143,7 @@ def test_sum_of_states_is_the_state_of_the_whole() -> None:
 def test_state_is_a_copy_and_its_length_is_stated() -> None:
     metrics = ClickMetrics(num_bins=8)
     state = metrics.state()
-    assert state.numel() == 2 * 8 + 6
+    assert state.numel() == 2 * 8 + 7
     state += 1
     assert metrics.result()["count"] == 0
     restored = ClickMetrics.from_state(state)
@@ -152,7 +152,7 @@ def test_state_is_a_copy_and_its_length_is_stated() -> None:
 
 
 @pytest.mark.parametrize(
-    "state", [torch.zeros(22), torch.zeros(2, 11).double(), torch.zeros(23).double()]
+    "state", [torch.zeros(23), torch.zeros(2, 11).double(), torch.zeros(24).double()]
 )
 def test_what_is_not_a_state_is_refused(state: Tensor) -> None:
     with pytest.raises(InputError, match="a state is a 1-D float64 tensor"):
@@ -217,6 +217,7 @@ def test_a_nan_logit_shows_from_then_on() -> None:
     found = metrics.result()
     nan = {name for name, value in found.items() if math.isnan(value)}
     assert nan == {"logloss", "ne", "auc", "auc_error_bound", "mean_kl"}
+    assert found["nan_predictions"] == 1
 
 
 def test_wrong_inputs_are_named() -> None:
@@ -237,4 +238,4 @@ def test_wrong_inputs_are_named() -> None:
 def test_repr_shows_the_result() -> None:
     metrics = ClickMetrics()
     metrics.update(torch.zeros(2), torch.tensor([0, 1]))
-    assert "ClickMetrics(count=2, click_rate=0.5, logloss=0.693147, ne=1" in repr(metrics)
+    assert "ClickMetrics(count=2, click_rate=0.5, nan_predictions=0, logloss=0.693" in repr(metrics)

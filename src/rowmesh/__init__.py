@@ -19,6 +19,7 @@ from rowmesh.nn import EmbeddingBagCollection, EmbeddingCollection
 from rowmesh.optim import SGD, Adagrad, Adam, MomentumScaledRowwiseAdagrad, RowwiseAdagrad
 from rowmesh.placement import Plan, Sync, load_plan, save_plan
 from rowmesh.planners import Constraints, Pin, make_plan
+from rowmesh.runtime.adoption import adopt
 from rowmesh.runtime.export import full_state_dict
 from rowmesh.runtime.export_files import export_safetensors
 from rowmesh.runtime.load import load_full_state_dict, load_pretrained
@@ -69,6 +70,7 @@ __all__ = [
     "Sync",
     "Topology",
     "Tracing",
+    "adopt",
     "change_tiers",
     "data",
     "export_safetensors",

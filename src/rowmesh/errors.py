@@ -7,20 +7,25 @@
     ├── PlanError         a plan is not valid, or not for this model and mesh (also a ValueError)
     │   └── NotExecutable a valid plan that this version's runtime cannot run yet
     ├── StepError         forward, backward and step were called in an order that has no meaning
+    ├── DivergedError     a run's numbers are not finite any more (also an ArithmeticError)
     ├── PeerError         another rank failed, left or went silent (also a RuntimeError)
     └── LabError          making or removing the hosts of a lab failed (also a RuntimeError)
+
+What is worth a word but no error is a `RowmeshWarning`, which is a UserWarning.
 """
 
 import difflib
 from collections.abc import Iterable
 
 __all__ = [
+    "DivergedError",
     "InputError",
     "LabError",
     "NotExecutable",
     "PeerError",
     "PlanError",
     "RowmeshError",
+    "RowmeshWarning",
     "StepError",
     "check_range",
     "did_you_mean",
@@ -47,12 +52,20 @@ class StepError(RowmeshError, RuntimeError):
     """The order of forward, backward, step and zero_grad has no meaning."""
 
 
+class DivergedError(RowmeshError, ArithmeticError):
+    """Losses, predictions or weights of a run are not finite; the message names the step."""
+
+
 class PeerError(RowmeshError, RuntimeError):
     """Another rank failed, left or did not answer; the message is that rank's sentence."""
 
 
 class LabError(RowmeshError, RuntimeError):
     """Making or removing the hosts of a lab failed; the message names the command."""
+
+
+class RowmeshWarning(UserWarning):
+    """Something works otherwise than one may think; the message says how, and the way out."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
@@ -10,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from rowmesh.errors import InputError
+from rowmesh.errors import InputError, RowmeshWarning
 
 __all__ = [
     "BYTES_OF",
+    "SKIPPED",
     "EmbeddingBagConfig",
     "EmbeddingConfig",
     "PoolingType",
@@ -27,10 +29,12 @@ __all__ = [
     "named_collections",
     "parse_dtype",
     "tables_of",
+    "uncompiled",
+    "warn_of_plain",
 ]
 
 _CONFIGS = ("embedding_bag_configs", "embedding_configs")
-_OURS = "rowmesh.nn.collections._Collection"
+_OURS = "rowmesh.nn.collections.Collection"
 _THEIRS = tuple(
     f"torchrec.modules.embedding_modules.{kind}Collection.forward"
     for kind in ("EmbeddingBag", "Embedding")
@@ -163,6 +167,12 @@ class EmbeddingConfig(TableConfig):
         return PoolingType.NONE
 
 
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The module that ``torch.compile(model)`` wraps, whose names count; others as they are."""
+    inner = model._modules.get("_orig_mod")
+    return model if inner is None else inner
+
+
 def named_collections(model: nn.Module) -> Iterator[tuple[str, Any, list[TableConfig]]]:
     """Path, module and table configurations of every embedding collection in ``model``.
 
@@ -173,9 +183,12 @@ def named_collections(model: nn.Module) -> Iterator[tuple[str, Any, list[TableCo
     Raises:
         InputError: If a module has tables, or the configurations of some, and is neither.
     """
-    for path, module in model.named_modules():
+    for path, module in uncompiled(model).named_modules():
+        if uncompiled(module) is not module:
+            continue  # it answers for the module inside, which follows
         if is_collection(module):
-            yield path, module, configs_of(module)
+            if (configs := configs_of(module)) or not hasattr(module, "tied"):
+                yield path, module, configs  # else another module is the collection of its table
         elif why := _why_not_run(module):
             parent = type(model.get_submodule(path.rpartition(".")[0])).__qualname__
             raise InputError(
@@ -249,6 +262,49 @@ def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
         for parameter in tables_of(module).parameters()
     }
     return [p for p in model.parameters() if id(p) not in tables]
+
+
+SKIPPED = "_rowmesh_skipped"
+"""Marks an embedding that `rowmesh.adopt` was told to leave as it is."""
+
+
+def warn_of_plain(model: nn.Module, *, is_first: bool = True) -> None:
+    """Say, once for a model, which plain embeddings are no tables and so stay on every rank.
+
+    Args:
+        model: Before it is sharded.
+        is_first: Whether this rank is the one to say it.
+
+    Raises:
+        InputError: If the gradients of one are sparse, which dense layers' sums do not take.
+    """
+    tables = {id(p) for _, c, _ in named_collections(model) for p in tables_of(c).parameters()}
+    found = {
+        path: module
+        for path, module in uncompiled(model).named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        and any(id(p) not in tables for p in module.parameters())
+    }
+    for path, module in found.items():
+        if module.sparse and any(p.requires_grad for p in module.parameters()):
+            raise InputError(
+                f"embedding {path!r} has sparse=True, but what is no table is summed whole over "
+                f"ranks: rm.adopt(model) makes it a table; or build it with sparse=False"
+            )
+    sizes = [
+        f"{path or type(module).__name__!r} ({module.num_embeddings} x {module.embedding_dim})"
+        for path, module in found.items()
+        if not hasattr(module, SKIPPED)
+    ]
+    if is_first and sizes and getattr(model, "_rowmesh_said", None) != sizes:
+        model._rowmesh_said = sizes  # type: ignore[assignment]
+        warnings.warn(
+            f"left on every rank, and summed whole each step, as dense layers are: embedding "
+            f"{', '.join(sizes)}; rm.adopt(model) before rm.make_plan makes tables of them, "
+            f"rm.adopt(model, skip=[...]) leaves them so without a word",
+            RowmeshWarning,
+            stacklevel=3,
+        )
 
 
 def is_trainable(collection: Any, name: str) -> bool:

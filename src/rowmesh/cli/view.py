@@ -83,7 +83,8 @@ class View:
         """What the whole run came to."""
         if found["is_stopped"]:
             return
-        lines = [f"held-out samples {found['count']:,.0f}: {_metrics(found)}"]
+        lines = [f"{n} steps {what}" for n, what in _not_finite(found) if n]
+        lines += [f"held-out samples {found['count']:,.0f}: {_metrics(found)}"]
         if not math.isnan(found["bayes_auc"]):
             lines.append(
                 f"a perfect model would get AUC {found['bayes_auc']:.4f}, "
@@ -135,8 +136,18 @@ class View:
         return self._sent[link] / max(self._steps, 1) / self._world / 1e6
 
 
+def _not_finite(found: dict[str, Any]) -> list[tuple[int, str]]:
+    skipped = found["skipped_steps"]
+    return [
+        (skipped, "had a loss that is not finite, and were left out"),
+        (found["not_finite_steps"] - skipped, "had a loss that is not finite"),
+    ]
+
+
 def _metrics(found: dict[str, Any]) -> str:
     text = f"AUC {found['auc']:.4f}, NE {found['ne']:.4f}, logloss {found['logloss']:.4f}"
+    if found.get("nan_predictions"):
+        text += f" ({found['nan_predictions']:,.0f} of {found['count']:,.0f} predictions are nan)"
     if "groups" not in found:
         return text
     ranked = f"HR@10 {found['hr_at_10']:.4f}, NDCG@10 {found['ndcg_at_10']:.4f}"

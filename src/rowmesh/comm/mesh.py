@@ -3,6 +3,7 @@
 import functools
 import os
 import pickle
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ from rowmesh.comm.loops import Loops
 from rowmesh.comm.shared import open_segment, why_not_shared
 from rowmesh.comm.status import Bulletin, sentence_of
 from rowmesh.comm.tasks import Task, Threads
-from rowmesh.errors import InputError, PeerError
+from rowmesh.errors import InputError, PeerError, RowmeshWarning
 from rowmesh.features import empty_like
 from rowmesh.topology import Topology
 from rowmesh.trace import Recorder
@@ -72,6 +73,7 @@ class Mesh:
         self._uses = {"totals": 0, "gather": 0}
         self._threads = Threads()
         self._samples: tuple[int, int] | None = None
+        self._said: set[str] = set()
         self.loops = Loops()
         self.num_forwards = 0
 
@@ -113,10 +115,18 @@ class Mesh:
         loop = self.loops.innermost
         return loop is not None and loop.is_stand_in
 
-    def saw_counts(self, *, local: int, total: int, all_last: bool, num_forwards: int) -> None:
-        """Take note of a forward's counts exchange: samples here and everywhere, and how many
-        training forwards its collection has run."""
-        self._samples = (local, total)
+    def say_once(self, text: str) -> None:
+        """Warn, the first time this is said on this rank."""
+        if text not in self._said:
+            self._said.add(text)
+            warnings.warn(text, RowmeshWarning, stacklevel=3)
+
+    def saw_counts(
+        self, *, samples: tuple[int, int] | None, all_last: bool, num_forwards: int
+    ) -> None:
+        """Take note of a forward's counts exchange: samples here and everywhere, if it told them,
+        and how many training forwards its collection has run."""
+        self._samples = samples
         self.num_forwards = max(self.num_forwards, num_forwards)
         self.loops.saw_forward(all_last=all_last)
 
@@ -135,7 +145,8 @@ class Mesh:
 
         Collective:
             None after a forward of a sharded collection, whose counts exchange told B.
-            Otherwise all ranks, one 8-byte sum.
+            Otherwise, and after a forward of an adopted embedding, whose ids need not be one
+            batch of samples: all ranks, one 8-byte sum of the numbers of losses.
         """
         _check_losses(losses, is_mean=is_mean)
         if is_mean:

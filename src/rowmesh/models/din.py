@@ -4,6 +4,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+
+# torch.compiler.disable, not imported before it is needed: of what has sizes that follow from ids.
+from torch._compile import _disable_dynamo as left_out_of_graphs
 from torch.nn import functional as F
 
 from rowmesh.errors import InputError, check_range
@@ -115,15 +118,27 @@ class DIN(nn.Module):
     def interest(self, history: JaggedTensor, target: Tensor) -> Tensor:
         """``[B, D]``: the history's vectors, weighted by how they go with ``target`` ``[B, D]``."""
         items, lengths = history.values(), history.lengths()
-        samples = torch.arange(len(target), device=items.device)
-        beside = target.index_select(0, torch.repeat_interleave(samples, lengths))
+        beside = _for_each(target, lengths)
         scores = self.attention_arch(torch.cat((items, beside, items * beside), 1)).squeeze(1)
-        longest = _longest(lengths)
-        # Not minus infinity: the softmax of an empty history would be nan, times zero.
-        lowest = torch.finfo(scores.dtype).min
-        padded = JaggedTensor(scores, lengths=lengths).to_padded_dense(longest, lowest)
-        vectors = JaggedTensor(items, lengths=lengths).to_padded_dense(longest)
+        padded, vectors = _padded(scores, items, lengths)
         return torch.bmm(padded.softmax(1).unsqueeze(1), vectors).squeeze(1)
+
+
+@left_out_of_graphs
+def _for_each(target: Tensor, lengths: Tensor) -> Tensor:
+    """A sample's vector beside each of its items."""
+    samples = torch.arange(len(target), device=target.device)
+    return target.index_select(0, torch.repeat_interleave(samples, lengths))
+
+
+@left_out_of_graphs
+def _padded(scores: Tensor, items: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores and vectors of all samples, as many for each as the longest history has."""
+    longest = _longest(lengths)
+    # Not minus infinity: the softmax of an empty history would be nan, times zero.
+    lowest = torch.finfo(scores.dtype).min
+    padded = JaggedTensor(scores, lengths=lengths).to_padded_dense(longest, lowest)
+    return padded, JaggedTensor(items, lengths=lengths).to_padded_dense(longest)
 
 
 def _longest(lengths: Tensor) -> int:
@@ -131,12 +146,14 @@ def _longest(lengths: Tensor) -> int:
     return max(1, int(lengths.max())) if len(lengths) else 1
 
 
+@left_out_of_graphs
 def _mean(jagged: JaggedTensor) -> Tensor:
     lengths = jagged.lengths()
     sums = jagged.to_padded_dense(_longest(lengths)).sum(1)
     return sums / lengths.clamp(min=1).unsqueeze(1).to(sums.dtype)
 
 
+@left_out_of_graphs
 def _only(jagged: JaggedTensor, feature: str) -> Tensor:
     """The one vector of each sample."""
     wrong = jagged.lengths() != 1

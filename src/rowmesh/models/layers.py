@@ -101,6 +101,13 @@ class PairwiseDots(nn.Module):
         return out
 
 
+def _dots(dense: Tensor, vectors: Tensor, triangle: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """The dense vectors and all products of a block of samples."""
+    x = torch.cat((dense.unsqueeze(1), vectors), dim=1)
+    products = torch.bmm(x[:, :-1], x[:, 1:].transpose(1, 2))
+    return torch.cat((dense, products.flatten(1).index_select(1, triangle)), dim=1, out=out)
+
+
 class _PairwiseDots(torch.autograd.Function):
     """Compiled, or one batched product each way, over blocks of samples; no gradient of a gather.
 
@@ -112,21 +119,22 @@ class _PairwiseDots(torch.autograd.Function):
         ctx: Any, dense: Tensor, vectors: Tensor, triangle: Tensor, symmetric: Tensor
     ) -> Tensor:
         ctx.save_for_backward(dense, vectors, symmetric)
+        if torch.compiler.is_compiling():  # no calls of C, no blocks: their number would be traced
+            return _dots(dense, vectors, triangle)
         if (found := native.pairwise_dots(dense, vectors)) is not None:
             return found
         out = dense.new_empty(len(dense), dense.shape[1] + len(triangle))
         blocks = (torch.split(t, _BLOCK_SAMPLES) for t in (dense, vectors, out))
         for d, v, o in zip(*blocks, strict=True):
-            x = torch.cat((d.unsqueeze(1), v), dim=1)
-            products = torch.bmm(x[:, :-1], x[:, 1:].transpose(1, 2))
-            torch.cat((d, products.flatten(1).index_select(1, triangle)), dim=1, out=o)
+            _dots(d, v, triangle, out=o)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         dense, vectors, symmetric = ctx.saved_tensors
         count, dim = vectors.shape[1] + 1, dense.shape[1]
-        if torch.is_grad_enabled():  # create_graph=True: operations with a gradient, no blocks
+        # create_graph=True, or traced: operations with a gradient, no blocks
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
             x = torch.cat((dense.unsqueeze(1), vectors), dim=1)
             both = grad.index_select(1, symmetric).view(-1, count, count)
             both = both - torch.diag_embed(both.diagonal(dim1=1, dim2=2))

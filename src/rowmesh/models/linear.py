@@ -34,7 +34,8 @@ class Linear(nn.Linear):
 def _pays(x: Tensor) -> bool:
     """Whether rows of a gradient of ``x`` without gaps would begin anywhere."""
     is_matrix = x.dim() == 2 and x.device.type == "cpu"
-    return is_matrix and x.requires_grad and x.shape[1] % _LINE != 0
+    is_eager = not torch.compiler.is_compiling()  # the compiler lays its tensors out itself
+    return is_eager and is_matrix and x.requires_grad and x.shape[1] % _LINE != 0
 
 
 class _Linear(torch.autograd.Function):

@@ -1,13 +1,18 @@
 """Embedding collections for one device: one lookup for all tables of a dim and dtype.
 
 `rowmesh.shard` swaps the engine behind ``forward``; the module the user wrote stays.
+`torch.compile` leaves ``forward`` out of its graphs: sizes follow from the ids, and a sharded one
+talks to other ranks (docs/compile.md).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+# torch.compiler.disable, which does not import the compiler before it is needed.
+from torch._compile import _disable_dynamo as left_out_of_graphs
 
 from rowmesh.errors import InputError
 from rowmesh.features import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -16,7 +21,7 @@ from rowmesh.nn.init import fill_table
 from rowmesh.nn.local import LocalEngine
 from rowmesh.tables import EmbeddingBagConfig, EmbeddingConfig, PoolingType, TableConfig
 
-__all__ = ["EmbeddingBagCollection", "EmbeddingCollection", "Engine", "Piece"]
+__all__ = ["Collection", "EmbeddingBagCollection", "EmbeddingCollection", "Engine", "Piece"]
 
 Piece = tuple[Sequence[int], Tensor]
 """Readers (indices into the collection's) and their vectors, one per bag, before any mean."""
@@ -84,10 +89,15 @@ class Tables(nn.Module):
         return [(name, self[name]) for name in self]
 
 
-class _Collection(nn.Module):
-    """What bags and sequences share: tables, their initial values, and the engine."""
+class Collection(nn.Module):
+    """What bags and sequences share: tables, their initial values, and the engine.
+
+    ``takes_batch`` says that a forward is given the features of the batch, so that their stride
+    is its number of samples and they are known before the model runs.
+    """
 
     pooled: bool
+    takes_batch = True
 
     def __init__(
         self,
@@ -124,6 +134,18 @@ class _Collection(nn.Module):
         assert isinstance(modules, Tables)
         return modules
 
+    def give_tables(self, weights: Mapping[str, nn.Parameter]) -> None:
+        """Have these tables, and look them up here."""
+        tables = {c.name: Table(c, device=torch.device("meta")) for c in self._configs}
+        for name, table in tables.items():
+            table.weight = weights[name]
+        self.add_module(self.table_attribute, Tables(tables))
+        self.engine = LocalEngine(self)
+
+    def holders(self, name: str) -> Sequence[tuple[nn.Module, str]]:
+        """The modules whose state dicts have a table, and its key there."""
+        return [(self, f"{self.table_attribute}.{name}.weight")]
+
     def configs(self) -> list[TableConfig]:
         """The tables, in the order given."""
         return list(self._configs)
@@ -145,7 +167,7 @@ class _Collection(nn.Module):
         ]
 
 
-class EmbeddingBagCollection(_Collection):
+class EmbeddingBagCollection(Collection):
     """Pooled embeddings of several features, TorchRec's surface.
 
     A bag's vector is the sum of its rows (times their weights), added in the order of the ids;
@@ -178,6 +200,7 @@ class EmbeddingBagCollection(_Collection):
         """The tables."""
         return self.configs()
 
+    @left_out_of_graphs
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """``[B, columns]`` of every reader, in the order of the tables and their features."""
         features, pieces = self.engine(features)
@@ -207,7 +230,7 @@ class EmbeddingBagCollection(_Collection):
         return sums / divisor.to(sums.dtype)
 
 
-class EmbeddingCollection(_Collection):
+class EmbeddingCollection(Collection):
     """Embeddings of sequences: one vector per id, TorchRec's surface.
 
     Args:
@@ -249,6 +272,7 @@ class EmbeddingCollection(_Collection):
         """Whether vectors come with their ids."""
         return self._need_indices
 
+    @left_out_of_graphs
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """A `JaggedTensor` of vectors for every reader, with the lengths of its feature."""
         features, pieces = self.engine(features)
@@ -259,7 +283,8 @@ class EmbeddingCollection(_Collection):
         found: dict[int, JaggedTensor] = {}
         for members, vectors in pieces:
             rows = [keys[self.readers[r].feature] for r in members]
-            parts = vectors.split([totals[k] for k in rows])
+            # split's parts are views that a model may not change in place; whole no one reads it
+            parts = torch.unsafe_split_with_sizes(vectors, [totals[k] for k in rows])
             for r, k, part in zip(members, rows, parts, strict=True):
                 found[r] = JaggedTensor(part, lengths=lengths[k], weights=ids[k])
         return {reader.name: found[r] for r, reader in enumerate(self.readers)}

@@ -26,7 +26,8 @@ def initial_values(
 
     value(r, c) = low + (high - low) * u, where u takes the top 24 bits of
     mix(mix(key + r * golden) + (c + 1) * golden), key a digest of (seed, table name), and mix
-    SplitMix64's finaliser. It depends on (seed, table, row, column) and nothing else.
+    SplitMix64's finaliser. It depends on (seed, table, row, column) and nothing else. The
+    ``zero_row`` of an adopted table, if any, is zero.
 
     Args:
         config: The table.
@@ -43,7 +44,9 @@ def initial_values(
     low, high = config.init_range()
     bits = _mix(_mix(rows * _GOLDEN + key).unsqueeze(1) + numbers * _GOLDEN)
     uniform = ((bits >> 40) & 0xFFFFFF).to(torch.float32).mul_(2.0**-24)
-    return uniform.mul_(high - low).add_(low)
+    values = uniform.mul_(high - low).add_(low)
+    zero_row = getattr(config, "zero_row", None)
+    return values if zero_row is None else values.masked_fill_((rows == zero_row).unsqueeze(1), 0.0)
 
 
 def fill_initial_values(

@@ -16,7 +16,7 @@ from rowmesh.nn.kernels import coalesce, pool
 from rowmesh.tables import is_weighted
 
 if TYPE_CHECKING:
-    from rowmesh.nn.collections import Piece, _Collection
+    from rowmesh.nn.collections import Collection, Piece
 
 __all__ = ["LocalEngine", "Sink"]
 
@@ -41,7 +41,7 @@ class LocalEngine:
     the table's dtype. The oracle sets it.
     """
 
-    def __init__(self, collection: _Collection) -> None:
+    def __init__(self, collection: Collection) -> None:
         self.open_sink: Callable[[], Sink] | None = None
         self.num_samples = 0  # of the last forward
         self._collection = [collection]  # in a list: a module must not register its parent
@@ -137,7 +137,7 @@ class _Together(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *vectors: Tensor) -> tuple[Tensor, ...]:
-        return vectors
+        return tuple(v.detach() for v in vectors)  # else views, which may not change in place
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

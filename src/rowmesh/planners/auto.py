@@ -28,6 +28,7 @@ from rowmesh.tables import (
     is_trainable,
     is_weighted,
     named_collections,
+    warn_of_plain,
 )
 from rowmesh.topology import Topology
 
@@ -100,6 +101,7 @@ def make_plan(
         InputError: If a word or a constrained table is unknown, or a table has no statistics.
         PlanError: If no placement obeys the constraints, or fits the memory of the ranks.
     """
+    warn_of_plain(model)
     configs = [c for _, _, members in named_collections(model) for c in members]
     tables, dense = blank_tables(model)
     return plan_tables(

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from rowmesh.errors import InputError
-from rowmesh.nn.collections import EmbeddingBagCollection, EmbeddingCollection
+from rowmesh.nn.collections import Collection, EmbeddingBagCollection, EmbeddingCollection
 from rowmesh.nn.local import LocalEngine
+from rowmesh.runtime.regions import holders
 from rowmesh.tables import (
     EmbeddingBagConfig,
     TableConfig,
@@ -48,7 +49,7 @@ def adopt_collections(model: nn.Module) -> nn.Module:
     for path, module, configs in found:
         _check_collection(path, module, configs)
     _check_untied(model, found)
-    foreign = [f for f in found if not isinstance(f[1], _Collection)]
+    foreign = [f for f in found if not isinstance(f[1], Collection)]
     made = [_made_like(module, configs) for _, module, configs in foreign]
     for (path, module, _), ours in zip(foreign, made, strict=True):
         if clash := (_own_attributes(ours) - _SAME_IN_BOTH) & vars(module).keys():
@@ -118,7 +119,7 @@ def _check_collection(path: str, module: Any, configs: Sequence[TableConfig]) ->
         )
     for config in configs:
         table = tables[config.name]
-        why = _why_not_table(table, config, is_ours=isinstance(module, _Collection))
+        why = _why_not_table(table, config, is_ours=isinstance(module, Collection))
         if why or (why := _why_not_weight(table.weight, config)):
             where = f" of collection {path!r}" if path else ""
             raise InputError(f"table {config.name!r}{where} {why}")
@@ -172,8 +173,8 @@ def _check_untied(model: nn.Module, found: Sequence[_Found]) -> None:
         keys.setdefault(_memory(parameter), []).append(key)
     for _, collection, configs in found:
         for config in configs:
-            ends = [f"{kind}.{config.name}.weight" for kind in ("embedding_bags", "embeddings")]
-            mine = {p + end for p in paths[id(collection)] for end in ends}
+            held = holders(collection, config.name)
+            mine = {p + key for module, key in held for p in paths.get(id(module), [])}
             weight = tables_of(collection)[config.name].weight
             others = [key for key in keys[_memory(weight)] if key not in mine]
             if others:

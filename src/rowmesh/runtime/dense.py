@@ -1,10 +1,7 @@
 """Dense gradients: our own buckets, summed over ranks in the plan's order, under the backward.
 
-Flat: each rank adds up one chunk of a bucket and sends the sum to all: 2 (W - 1) / W of the
-bucket leaves a rank, the least possible. Host-first: the ranks of a host add up a chunk each, peers
-on different hosts add up their chunk, and the sums go back the same way: only 2 (H - 1) / H of a
-bucket's L-th part leaves a rank's host. Not torch's DDP, which averages. With a codec gradients are
-coded in chunks and flags are not; whoever sends a sum keeps what its receivers decode.
+From its backward to the step a parameter's ``grad`` is this rank's part, and may be on its way to
+other ranks; then it becomes the sum (`rowmesh.runtime.ring`).
 """
 
 import functools
@@ -14,12 +11,13 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from rowmesh.comm.codecs import PLAIN, Codec, Codecs, Message, coded_flat, settle
+from rowmesh.comm.codecs import PLAIN, Codecs
 from rowmesh.comm.exchange import ChannelPool, Handle, Lane
 from rowmesh.comm.mesh import Mesh
 from rowmesh.comm.tasks import Task
 from rowmesh.errors import StepError
 from rowmesh.placement.dense import bucket_parameters
+from rowmesh.runtime.ring import Ring
 
 __all__ = ["DenseBuckets", "Rider", "broadcast_dense"]
 
@@ -81,15 +79,29 @@ class _Bucket:
         name = f"dense bucket {number}" if self.parameters else "dense sums of hot rows"
         edge = "dense" if self.parameters else "hot gradients"
         codec = codecs[edge]
-        self._near = _Ring(name, mesh, group, self._flat, sum(sizes), edge, pool, codec)
+        self._near = Ring(name, mesh, group, self._flat, sum(sizes), edge, pool, codec)
         chunk, num_coded = self._near.chunks[place], self._near.num_coded[place]
         peers = list(range(place, mesh.world, span))
-        self._far = _Ring(f"{name}, groups", mesh, peers, chunk, num_coded, edge, pool, codec)
+        self._far = Ring(f"{name}, groups", mesh, peers, chunk, num_coded, edge, pool, codec)
 
     def reset(self) -> None:
         """Wait for every gradient anew."""
         self._missing = len(self.parameters) + len(self.riders)
         self._backwards: set[int] = set()
+        self._given: dict[Tensor, tuple[Tensor, int]] = {}
+
+    def saw(self, parameter: Tensor) -> None:
+        """A backward has written this parameter's gradient."""
+        assert parameter.grad is not None
+        self._given[parameter] = parameter.grad, parameter.grad._version
+
+    def changed(self) -> list[Tensor]:
+        """Parameters whose gradients are not as their last backward left them."""
+        return [
+            parameter
+            for parameter, (grad, version) in self._given.items()
+            if parameter.grad is not grad or grad._version != version
+        ]
 
     def note(self, backward: int) -> bool:
         """A parameter or rider got its gradient: whether all have, and in one backward.
@@ -164,69 +176,6 @@ class _Bucket:
             at += parameter.numel()
 
 
-class _Ring:
-    """Ranks that each add up one chunk of a vector and send the sum to the others.
-
-    The first ``num_coded`` numbers of the vector travel in ``codec``, the others as they are.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        mesh: Mesh,
-        ranks: Sequence[int],
-        vector: Tensor,
-        num_coded: int,
-        edge: str,
-        pool: ChannelPool,
-        codec: Codec,
-    ) -> None:
-        self._edge, self._codec = edge, codec
-        self.ranks, self._place = list(ranks), list(ranks).index(mesh.rank)
-        chunks = vector.split(max(1, -(-len(vector) // len(ranks))))
-        self.chunks = [*chunks, *(vector[:0],) * (len(ranks) - len(chunks))]
-        left = [num_coded - i * len(self.chunks[0]) for i in range(len(ranks))]
-        self.num_coded = [min(max(n, 0), len(c)) for n, c in zip(left, self.chunks, strict=True)]
-        self._found = vector.new_empty((len(ranks), len(self.chunks[self._place])))
-        self._parts = pool.channel(name, Lane.GRADS)
-        self._sums = pool.channel(f"{name}, sums", Lane.GRADS)
-
-    def send_parts(self, sequence: int) -> Handle:
-        """Every rank's part of every chunk to the rank that adds it up."""
-        others = [i for i in range(len(self.ranks)) if i != self._place]
-        return self._parts.post(
-            sequence,
-            sends=[(self.ranks[i], self._coded(self.chunks[i], i)) for i in others],
-            receives=[(self.ranks[i], self._coded(self._found[i], self._place)) for i in others],
-            edge=self._edge,
-        )
-
-    def _coded(self, vector: Tensor, chunk: int) -> Tensor | Message:
-        return coded_flat(vector, self._codec, self.num_coded[chunk])
-
-    def add_up(self) -> None:
-        """Make this rank's chunk the sum of all ranks', in their order."""
-        mine = self.chunks[self._place]
-        self._found[self._place] = mine
-        total = self._found[0]
-        for part in self._found[1:]:
-            total += part
-        mine.copy_(total)
-
-    def send_sums(self, sequence: int) -> Handle:
-        """This rank's chunk to all, theirs to this rank."""
-        others = [i for i in range(len(self.ranks)) if i != self._place]
-        parcels = [self._coded(chunk, i) for i, chunk in enumerate(self.chunks)]
-        if others:
-            settle(parcels[self._place])
-        return self._sums.post(
-            sequence,
-            sends=[(self.ranks[i], parcels[self._place]) for i in others],
-            receives=[(self.ranks[i], parcels[i]) for i in others],
-            edge=self._edge,
-        )
-
-
 class DenseBuckets:
     """Sums the gradients of dense parameters over all ranks.
 
@@ -266,7 +215,7 @@ class DenseBuckets:
         self._members = [[parameters[i] for i in bucket] for bucket in bucket_parameters(sizes)]
         for number, chosen in enumerate(self._members):
             for parameter in chosen:
-                parameter.register_post_accumulate_grad_hook(lambda _, n=number: self._ready(n))
+                parameter.register_post_accumulate_grad_hook(lambda p, n=number: self._ready(n, p))
         self.set_riders(riders, own)
 
     def set_riders(self, riders: Sequence[Rider], own: Sequence[Rider]) -> None:
@@ -293,7 +242,7 @@ class DenseBuckets:
             for rider in aboard:
                 rider.on_ready = functools.partial(self._ready, number)
 
-    def _ready(self, number: int) -> None:
+    def _ready(self, number: int, parameter: Tensor | None = None) -> None:
         bucket = self._buckets[number]
         self._is_active = True
         if bucket.is_launched:
@@ -302,15 +251,32 @@ class DenseBuckets:
                 "second backward or a reentrant checkpoint: add the losses and call backward "
                 "once, or run what changes them inside opt.accumulate()"
             )
+        if parameter is not None:
+            bucket.saw(parameter)
         if not self.is_held() and bucket.note(torch._C._current_graph_task_id()):
             bucket.launch()
 
     def launch(self) -> None:
         """Send every bucket that backward did not complete; other ranks may wait for it.
 
+        Raises:
+            StepError: If a gradient has been changed since its backward: what was sent, or will be
+                added to those of other ranks, is no gradient that a caller could have meant.
+
         Collective:
             All ranks, before any of them waits for anything else of this step.
         """
+        if changed := [p for bucket in self._buckets for p in bucket.changed()]:
+            raise StepError(
+                f"the grad of {len(changed)} dense parameters, the first of shape "
+                f"{list(changed[0].shape)}, changed between backward and step, but until the step "
+                f"it is this rank's part of a sum over ranks: clip with "
+                f"opt.clip_grad_norm_(max_norm), or call opt.sum_gradients() on all ranks first "
+                f"and change the sums"
+            )
+        self._launch()
+
+    def _launch(self) -> None:
         for bucket in self._buckets:
             if not bucket.is_launched:
                 bucket.launch()
@@ -333,7 +299,7 @@ class DenseBuckets:
                 gradients here.
         """
         if is_active or self._is_active:
-            self.launch()
+            self._launch()
         for bucket in self._buckets:
             bucket.finish(keep=False)
             bucket.reset()

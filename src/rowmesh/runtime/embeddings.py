@@ -48,8 +48,10 @@ class ShardedEngine:
         stacks: Sequence[Stack],
         mesh: Mesh,
         span: int,
+        takes_batch: bool = True,
         codecs: Codecs = PLAIN,
     ) -> None:
+        self.takes_batch = takes_batch  # as the collection says
         self.path, self.readers, self.tables = path, list(readers), list(tables)
         self.pooled, self.weighted = pooled, weighted
         self.mesh, self.span, self.codecs = mesh, span, codecs
@@ -354,9 +356,9 @@ class ShardedEngine:
                 f"ranks {training} run a training forward of {self.path!r}, the others evaluate: "
                 f"torch.no_grad() must be on for all ranks or for none"
             )
+        samples = fetch.features.stride(), sum(row[1] for row in counts)
         self.mesh.saw_counts(
-            local=fetch.features.stride(),
-            total=sum(row[1] for row in counts),
+            samples=samples if self.takes_batch else None,
             all_last=fetch.is_last,
             num_forwards=self._num_trained,
         )
@@ -385,5 +387,5 @@ class ShardedEngine:
 
 def sharded_engines(model: nn.Module) -> list[ShardedEngine]:
     """The engines of a sharded model's collections, in the order of its modules."""
-    found = [getattr(m, "engine", None) for m in model.modules()]
+    found = [vars(m).get("engine") for m in model.modules()]
     return [e for e in found if isinstance(e, ShardedEngine)]

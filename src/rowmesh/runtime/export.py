@@ -8,6 +8,7 @@ from rowmesh.runtime.copies import refresh_homes
 from rowmesh.runtime.embeddings import ShardedEngine
 from rowmesh.runtime.regions import (
     NamedTable,
+    dense_state,
     mesh_of,
     named_tables,
     places_of,
@@ -45,7 +46,7 @@ def dense_tensors(model: nn.Module) -> dict[str, Tensor]:
     tables = {key for table in named_tables(model) for key in table.keys}
     return {
         key: value.detach()
-        for key, value in model.state_dict().items()
+        for key, value in dense_state(model).items()
         if isinstance(value, Tensor) and key not in tables
     }
 

@@ -12,7 +12,7 @@ from rowmesh.comm.agreement import agree
 from rowmesh.comm.status import sentence_of
 from rowmesh.errors import InputError
 from rowmesh.runtime.export import dense_tensors, gather_table
-from rowmesh.runtime.regions import mesh_of, named_tables
+from rowmesh.runtime.regions import dense_state, mesh_of, named_tables
 from rowmesh.runtime.tensor_files import INDEX_NAME, require_safetensors, write_tensors
 from rowmesh.tables import BYTES_OF
 
@@ -90,7 +90,7 @@ def _complaint(
         return InputError(f"cannot write {path}: it is a folder")
     if path.exists() and not is_file:
         return InputError(f"{path} exists: remove it, or export to a new folder")
-    empty = [k for k, v in model.state_dict().items() if isinstance(v, Tensor) and v.is_meta]
+    empty = [k for k, v in dense_state(model).items() if isinstance(v, Tensor) and v.is_meta]
     if empty:
         return InputError(f"{empty[0]!r} has no values (device 'meta'): shard the model first")
     return None

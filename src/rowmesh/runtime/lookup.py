@@ -14,17 +14,22 @@ __all__ = ["Lookup"]
 
 
 class Lookup(torch.autograd.Function):
-    """The vectors as they are; backward sends their gradients."""
+    """The vectors as they are; backward sends their gradients.
+
+    What comes out is the memory that came in, under a name of its own: of an input handed on,
+    autograd makes a view that a model may not change in place. No one else reads that memory.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, engine: "ShardedEngine", ticket: Ticket, anchor: Tensor, *vectors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.engine, ctx.ticket = engine, ticket
+        found = tuple(v.detach() for v in vectors)
         ctx.mark_non_differentiable(
-            *(v for v, s in zip(vectors, engine.stacks, strict=True) if not s.layout.trainable)
+            *(v for v, s in zip(found, engine.stacks, strict=True) if not s.layout.trainable)
         )
-        return vectors
+        return found
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -81,7 +81,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def has_gradients(self) -> bool:
-        """Whether summed gradients wait for a step: after `clip_grad_norm_`."""
+        """Whether summed gradients wait for a step: after `clip_grad_norm_`, `sum_gradients`."""
         return self._pending is not None
 
     def attach(self) -> None:
@@ -175,6 +175,18 @@ class Optimizer(torch.optim.Optimizer):
                 rule.update(part.weight, part.state, rows, part.grad, lr, squares=found)
 
     @torch.no_grad()
+    def sum_gradients(self) -> None:
+        """Make the ``grad`` of every dense parameter the sum over ranks now, not in `step`.
+
+        Until the step it may then be changed, alike on all ranks: scaled, clipped, set to None.
+        Rows of tables have no ``grad``; `clip_grad_norm_` scales both.
+
+        Collective:
+            All ranks, after the backwards of a step.
+        """
+        self._reduce()
+
+    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients, sparse and dense, so that their joint norm is at most max_norm.
 
@@ -228,7 +240,7 @@ class Optimizer(torch.optim.Optimizer):
             StepError: If gradients of a backward before it are on their way.
         """
         if self._pending is not None:
-            raise StepError("accumulate() after clip_grad_norm_(): call step() first")
+            raise StepError("accumulate() after gradients were summed: call step() first")
         if any(sparse.is_launched for sparse in self._sparse):
             raise StepError(
                 "accumulate() after a backward outside it, whose gradients are on their way: run "

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rowmesh.comm.mesh import share_of_mean
 from rowmesh.errors import InputError
-from rowmesh.nn.collections import EmbeddingBagCollection, EmbeddingCollection
+from rowmesh.nn.collections import Collection
 from rowmesh.nn.init import fill_table
 from rowmesh.nn.kernels import coalesce
 from rowmesh.nn.local import LocalEngine, Sink
@@ -42,7 +42,7 @@ def run_model(model: nn.Module, batch: Any) -> Tensor:
 def materialise(model: nn.Module, *, device: torch.device | str = "cpu") -> nn.Module:
     """Give collections built on ``meta`` their initial values, the ones sharding would give."""
     for _, module, configs in named_collections(model):
-        assert isinstance(module, EmbeddingBagCollection | EmbeddingCollection)
+        assert isinstance(module, Collection)
         for config in configs:
             table = module.table_modules()[config.name]
             weight = table.weight

@@ -32,7 +32,8 @@ class Pipeline:
 
     Stages of a batch: routed and counted; its ids sent; rows that no unfinished step changes
     looked up and sent; all other rows, after the step before it. Depth d has d batches begun: the
-    one in the loop and d - 1 to come. The bits of a run do not depend on d.
+    one in the loop and d - 1 to come. The bits of a run do not depend on d. Nothing is begun ahead
+    for adopted embeddings, whose ids only the model knows.
 
     Args:
         model: After `rowmesh.shard`.
@@ -61,8 +62,10 @@ class Pipeline:
         if features is not None and not callable(features):
             raise InputError(f"features must be a function of a batch, got {features!r}")
         self._features = features or _features_of
-        self._engines: list[ShardedEngine] = sharded_engines(model)
-        self._mesh: Mesh | None = self._engines[0].mesh if self._engines else None
+        engines = sharded_engines(model)
+        self._mesh: Mesh | None = engines[0].mesh if engines else None
+        # What an adopted embedding looks up is known when the model calls it, not before.
+        self._engines: list[ShardedEngine] = [e for e in engines if e.takes_batch]
 
     def batches(self, loader: Iterable[T], *, empty: T | None = None) -> Iterator[T]:
         """The batches of ``loader``, as `Mesh.batches` gives them, each begun ahead.
@@ -77,7 +80,7 @@ class Pipeline:
         """
         if self._mesh is None:
             return iter(loader)
-        if self.depth == 1 or self._mesh.world == 1:
+        if self.depth == 1 or self._mesh.world == 1 or not self._engines:
             return self._mesh.batches(loader, empty=empty)
         return self._run(self._mesh, loader, empty)
 

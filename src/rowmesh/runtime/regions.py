@@ -1,6 +1,7 @@
 """The tables of a model under their state-dict keys, and where a sharded table's rows lie."""
 
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,14 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from rowmesh.comm.mesh import Mesh
+from rowmesh.nn.collections import Collection
 from rowmesh.runtime.embeddings import ShardedEngine, sharded_engines
 from rowmesh.runtime.places import Region
 from rowmesh.runtime.tickets import Stack
-from rowmesh.tables import TableConfig, named_collections, tables_of
+from rowmesh.tables import TableConfig, named_collections, tables_of, uncompiled
 
 __all__ = [
+    "DenseState",
     "NamedTable",
     "Place",
+    "dense_state",
+    "holders",
     "mesh_of",
     "named_tables",
     "places_of",
@@ -29,7 +34,7 @@ class NamedTable:
     """A table of a model.
 
     Args:
-        keys: Its state-dict keys: one for every path that leads to its collection.
+        keys: Its state-dict keys: one for every path that leads to it.
         collection: Ours, or a foreign one of an unsharded model.
         index: Of the table in the collection.
         config: Of the table.
@@ -55,16 +60,34 @@ class NamedTable:
 def named_tables(model: nn.Module) -> list[NamedTable]:
     """Every table once, in the model's order, also of foreign collections."""
     paths: dict[int, list[str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
+    for path, module in uncompiled(model).named_modules(remove_duplicate=False):
         paths.setdefault(id(module), []).append(f"{path}." if path else "")
     found = []
     for _, collection, configs in named_collections(model):
-        attribute = "embedding_bags" if hasattr(collection, "embedding_bags") else "embeddings"
         for index, config in enumerate(configs):
-            keys = [f"{p}{attribute}.{config.name}.weight" for p in paths[id(collection)]]
+            found_at = holders(collection, config.name)
+            keys = [p + key for holder, key in found_at for p in paths.get(id(holder), [])]
             found.append(
                 NamedTable(keys=tuple(keys), collection=collection, index=index, config=config)
             )
+    return found
+
+
+def holders(collection: Any, name: str) -> Sequence[tuple[nn.Module, str]]:
+    """The modules whose state dicts have a table, and its key there; also of a foreign one."""
+    if isinstance(collection, Collection):
+        return collection.holders(name)
+    attribute = "embedding_bags" if hasattr(collection, "embedding_bags") else "embeddings"
+    return [(collection, f"{attribute}.{name}.weight")]
+
+
+class DenseState(OrderedDict[str, Any]):
+    """A state dict that is to have no tables: nothing is missing in it."""
+
+
+def dense_state(model: nn.Module) -> dict[str, Any]:
+    """The state dict of a model, without the tables if it is sharded."""
+    found: dict[str, Any] = uncompiled(model).state_dict(destination=DenseState())
     return found
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from rowmesh.errors import PlanError, StepError
-from rowmesh.nn.collections import EmbeddingBagCollection, EmbeddingCollection
+from rowmesh.nn.collections import Collection
 from rowmesh.placement import Plan
 from rowmesh.runtime.copies import make_riders, refresh_copies, refresh_homes
 from rowmesh.runtime.dense import DenseBuckets
@@ -54,9 +54,9 @@ def change_tiers(model: nn.Module, plan: Plan, *, optimizer: Optimizer) -> None:
             "tiers change between steps: a forward or its gradients wait, so run backward and "
             "opt.step() first"
         )
-    collections = [m for m in model.modules() if getattr(m, "engine", None) in engines]
+    collections = [m for m in model.modules() if vars(m).get("engine") in engines]
     for module, engine in zip(collections, engines, strict=True):
-        assert isinstance(module, EmbeddingBagCollection | EmbeddingCollection)
+        assert isinstance(module, Collection)
         refresh_homes(engine)
         plans = [plan.table(config.name) for config in module.configs()]
         mesh = engine.mesh

@@ -11,7 +11,7 @@ from rowmesh.comm.agreement import agree, attempt
 from rowmesh.comm.codecs import Codecs, make_codecs
 from rowmesh.comm.mesh import Mesh
 from rowmesh.errors import NotExecutable, PlanError, did_you_mean
-from rowmesh.nn.collections import EmbeddingBagCollection, EmbeddingCollection
+from rowmesh.nn.collections import Collection
 from rowmesh.nn.init import fill_initial_values, fill_table
 from rowmesh.placement import Copies, Groups, Plan, TablePlan, hot_ids
 from rowmesh.placement.codecs import GRADIENT_EDGES, WIRE_CODECS, wire_form
@@ -24,6 +24,7 @@ from rowmesh.runtime.importing import set_rows
 from rowmesh.runtime.places import DENSE_SUMS, Region
 from rowmesh.runtime.regions import named_tables
 from rowmesh.runtime.stacks import StackLayout, lay_out
+from rowmesh.runtime.state_dicts import hook_state_dicts
 from rowmesh.runtime.tickets import Stack
 from rowmesh.storage import allocate_rows
 from rowmesh.tables import (
@@ -34,11 +35,10 @@ from rowmesh.tables import (
     is_trainable,
     is_weighted,
     named_collections,
+    warn_of_plain,
 )
 
 __all__ = ["check_executable", "make_stack", "shard"]
-
-_Collection = EmbeddingBagCollection | EmbeddingCollection
 
 
 def shard(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
@@ -72,6 +72,7 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
             f"{mesh.topology.hosts} x {mesh.topology.local}: make a plan for this mesh"
         )
     check_executable(plan)
+    warn_of_plain(model, is_first=mesh.rank == 0)
     collections = list(named_collections(model))
     _check_tables(plan, collections)
     dense = dense_parameters(model)
@@ -101,6 +102,7 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
     buckets = DenseBuckets(trainable, mesh, plan.span, riders=riders, own=own, codecs=codecs)
     model._rowmesh_dense = buckets  # type: ignore[assignment]
     model._rowmesh_plan = plan  # type: ignore[assignment]
+    hook_state_dicts(model)
     return model
 
 
@@ -172,7 +174,7 @@ def _check_tables(plan: Plan, collections: Sequence[tuple[str, Any, list[TableCo
 
 def _make_engine(
     path: str,
-    module: _Collection,
+    module: Collection,
     plans: Sequence[TablePlan],
     groups: Sequence[Groups],
     mesh: Mesh,
@@ -201,6 +203,7 @@ def _make_engine(
         tables=module.configs(),
         pooled=module.pooled,
         weighted=is_weighted(module),
+        takes_batch=module.takes_batch,
         stacks=stacks,
         mesh=mesh,
         span=span,
@@ -208,7 +211,7 @@ def _make_engine(
     )
 
 
-def _made_whole(collections: Sequence[tuple[str, _Collection, list[TableConfig]]]) -> list[str]:
+def _made_whole(collections: Sequence[tuple[str, Collection, list[TableConfig]]]) -> list[str]:
     """Tables on ``meta`` whose ``init_fn`` makes them."""
     return [
         config.name
@@ -252,7 +255,7 @@ def make_stack(layout: StackLayout, mesh: Mesh) -> Stack:
 
 
 @torch.no_grad()
-def _fill(out: Tensor, region: Region, module: _Collection) -> None:
+def _fill(out: Tensor, region: Region, module: Collection) -> None:
     """The region's rows: from the module's table if it has memory, else their initial values."""
     config = module.configs()[region.table]
     part = out[region.start : region.start + region.num_rows]

@@ -3,14 +3,14 @@
 import copy
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from rowmesh.nn.collections import EmbeddingBagCollection, EmbeddingCollection, Table, Tables
-from rowmesh.nn.local import LocalEngine
+from rowmesh.nn.collections import Collection
 from rowmesh.runtime.embeddings import sharded_engines
 from rowmesh.runtime.export import gather_table
 from rowmesh.runtime.regions import mesh_of, named_tables
+from rowmesh.runtime.state_dicts import unhook_state_dicts
+from rowmesh.tables import named_collections, uncompiled
 
 __all__ = ["unshard"]
 
@@ -19,13 +19,15 @@ def unshard(model: nn.Module) -> nn.Module | None:
     """A copy of a sharded model for one process, on rank 0; None on other ranks.
 
     The copy has plain parameters, tables included, trainable or frozen as they were, the state
-    dict of the model before `rm.shard`, and no tie to the mesh: move it, save it, shard it again.
-    Its forward gives the bits of the sharded one's where the plan is exact (E0). Gradients and
-    optimiser state are not copied. Of an unsharded model it is a plain copy, on every rank.
+    dict of the model before `rm.shard` and ``torch.compile``, and no tie to the mesh: move it, save
+    it, shard it again. Its forward gives the bits of the sharded one where the plan is exact (E0).
+    Gradients and optimiser state are not copied. Of an unsharded model it is a plain copy, on every
+    rank.
 
     Collective:
         All ranks, if the model is sharded. Rank 0 holds every table.
     """
+    model = uncompiled(model)
     mesh = mesh_of(model)
     if mesh is None:
         return copy.deepcopy(model)
@@ -49,12 +51,12 @@ def _copy(model: nn.Module, tables: dict[int, dict[str, Tensor]]) -> nn.Module:
     for module in found.modules():
         if hasattr(module, "_rowmesh_dense"):
             del module._rowmesh_dense
-    originals = dict(model.named_modules(remove_duplicate=False))
-    for path, module in found.named_modules():
-        if isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
-            original = originals[path]
-            assert isinstance(original, EmbeddingBagCollection | EmbeddingCollection)
-            _restore(module, original, tables[id(original)])
+    unhook_state_dicts(found)
+    pairs = zip(named_collections(found), named_collections(model), strict=True)
+    for (_, module, _), (_, original, _) in pairs:
+        assert isinstance(module, Collection)
+        assert isinstance(original, Collection)
+        _restore(module, original, tables[id(original)])
     return found
 
 
@@ -62,11 +64,7 @@ class _Gone:
     """Stands for what a copy does not take along."""
 
 
-def _restore(
-    module: EmbeddingBagCollection | EmbeddingCollection,
-    original: EmbeddingBagCollection | EmbeddingCollection,
-    weights: dict[str, Tensor],
-) -> None:
+def _restore(module: Collection, original: Collection, weights: dict[str, Tensor]) -> None:
     """Give a copied collection its tables back, and the engine that reads them."""
     frozen = {
         t
@@ -75,11 +73,9 @@ def _restore(
         for t in stack.layout.tables
         if not stack.layout.trainable
     }
-    tables = {}
-    for t, config in enumerate(module.configs()):
-        tables[config.name] = Table(config, device=torch.device("meta"))
-        tables[config.name].weight = nn.Parameter(
-            weights[config.name], requires_grad=t not in frozen
-        )
-    setattr(module, module.table_attribute, Tables(tables))
-    module.engine = LocalEngine(module)
+    module.give_tables(
+        {
+            config.name: nn.Parameter(weights[config.name], requires_grad=t not in frozen)
+            for t, config in enumerate(module.configs())
+        }
+    )

@@ -1,6 +1,5 @@
 """`rm.verify`: prove on the user's own model and batches that the sharded model is the model."""
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +15,9 @@ from rowmesh.placement import Exactness, Plan, Sync
 from rowmesh.runtime.export import full_sparse_state, full_state_dict
 from rowmesh.runtime.optimizer import Optimizer
 from rowmesh.runtime.oracle import Loss, Oracle, run_model
+from rowmesh.runtime.regions import named_tables
 from rowmesh.runtime.shard import shard
+from rowmesh.tables import uncompiled
 
 __all__ = ["Difference", "Verification", "first_difference", "verify"]
 
@@ -140,12 +141,6 @@ def verify(
     return result
 
 
-def _words(key: str) -> str:
-    """A state-dict key as one speaks of it."""
-    found = re.search(r"(?:^|\.)(?:embedding_bags|embeddings)\.(.+)\.weight$", key)
-    return f"table {found[1]!r}" if found else f"parameter {key!r}"
-
-
 def _is_rounded(plan: Plan) -> bool:
     """Whether any table's sums are made in another order, as of E1 plans."""
     return replace(plan, sync=Sync()).exactness is Exactness.E1
@@ -166,8 +161,9 @@ def _compare(
         for rank, (_, losses) in enumerate(everyone):
             pairs.append((f"losses of rank {rank}, step {step}", losses[step], expected[rank]))
     oracle.sync()
-    whole = oracle.model.state_dict()
-    pairs += [(_words(name), tables[name], whole[name]) for name in whole]
+    whole = uncompiled(oracle.model).state_dict()
+    named = {k: f"table {t.config.name!r}" for t in named_tables(oracle.model) for k in t.keys}
+    pairs += [(named.get(k, f"parameter {k!r}"), tables[k], whole[k]) for k in whole]
     for name, state in states.items():
         pairs += [
             (f"state {key!r} of table {name!r}", value, oracle.states[name][key])

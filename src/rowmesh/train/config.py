@@ -1,9 +1,11 @@
 """`RunConfig`: everything a run depends on, besides the mesh."""
 
 from dataclasses import dataclass, field
+from typing import get_args
 
 from rowmesh.data import Source, SyntheticClicks
-from rowmesh.errors import InputError
+from rowmesh.errors import InputError, did_you_mean
+from rowmesh.train.finite import OnNan
 from rowmesh.train.model import ModelConfig
 from rowmesh.train.optimiser import OptimiserConfig
 from rowmesh.train.planning import PlanConfig
@@ -21,6 +23,9 @@ class TrainingConfig:
         eval_every: Steps between evaluations; None for one at the end only.
         eval_batches: Held-out batches of each rank to evaluate on; None for all.
         log_every: Steps between lines of metrics.jsonl.
+        on_nan: What to do about a loss that is nan or infinite. ``stop`` ends the run with exit
+            code 1 and saves nothing after it; ``skip`` leaves the batch's update out, on all
+            ranks, for an 8-byte sum a step; ``go on`` goes on.
         tensorboard: Whether to write for TensorBoard, where it is installed.
 
     Raises:
@@ -32,11 +37,15 @@ class TrainingConfig:
     eval_every: int | None = None
     eval_batches: int | None = None
     log_every: int = 10
+    on_nan: OnNan = "stop"
     tensorboard: bool = True
 
     def __post_init__(self) -> None:
         for name in ("steps", "epochs", "eval_every", "eval_batches", "log_every"):
             _check_least("training", self, name, 1)
+        if self.on_nan not in get_args(OnNan):
+            known = get_args(OnNan)
+            raise InputError(f"unknown on_nan {self.on_nan!r}{did_you_mean(self.on_nan, known)}")
 
     def num_steps(self, source: Source) -> int:
         """Steps of the whole run.

@@ -41,7 +41,7 @@ _SHUTDOWN_S = 8  # ranks that outlive a failed one so long are killed
 _PRELOADED = ["rowmesh", "torch._dynamo"]
 _LAUNCHER_LOGS = ("distributed.elastic", "multiprocessing.spawn")
 _STOPPED = re.compile(r"KeyboardInterrupt: (.*)")
-_OURS = re.compile(r"(?:InputError|PlanError|NotExecutable|StepError|PeerError): ")
+_OURS = re.compile(r"(?:InputError|PlanError|NotExecutable|StepError|DivergedError|PeerError): ")
 _INPUT = re.compile(r"(?:rank \d+ failed: )?(?:InputError|PlanError|NotExecutable): ")
 
 

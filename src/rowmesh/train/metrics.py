@@ -12,7 +12,7 @@ from rowmesh.errors import InputError
 __all__ = ["ClickMetrics", "exact_auc"]
 
 _MAX_LOGIT: Final = 16.0
-_COUNT, _CLICKS, _LOSS, _TRUE_COUNT, _TRUE_LOSS, _KL, _HEADER = range(7)
+_COUNT, _CLICKS, _LOSS, _TRUE_COUNT, _TRUE_LOSS, _KL, _NAN, _HEADER = range(8)
 
 
 class ClickMetrics:
@@ -29,7 +29,7 @@ class ClickMetrics:
     default bins.
 
     Args:
-        num_bins: Bins of the histogram, from 1; the state has 2 * num_bins + 6 entries.
+        num_bins: Bins of the histogram, from 1; the state has 2 * num_bins + 7 entries.
         device: Where the sums are kept; it must support float64.
     """
 
@@ -70,6 +70,7 @@ class ClickMetrics:
         sums[_COUNT] += z.numel()
         sums[_CLICKS] += y.sum()
         sums[_LOSS] += _cross_entropy(y, z).sum()
+        sums[_NAN] += z.isnan().sum()
         if true is not None:
             best = torch.logit(true)
             sums[_TRUE_COUNT] += z.numel()
@@ -104,6 +105,7 @@ class ClickMetrics:
         """The metrics of everything added so far.
 
         * ``count``, ``click_rate``: samples, and the mean label c.
+        * ``nan_predictions``: samples whose logit is nan.
         * ``logloss``: mean of -y log p - (1 - y) log(1 - p), in nats.
         * ``ne``: logloss / H(c), with H(c) = -c log c - (1 - c) log(1 - c).
         * ``auc``, ``auc_error_bound``: as in the class docstring.
@@ -111,7 +113,7 @@ class ClickMetrics:
         * ``mean_kl``: mean of KL(p* || p), in nats; its expectation is that of
           (ne - bayes_ne) H(c).
 
-        nan: all but the count without samples; ne, bayes_ne and auc with its bound if all labels
+        nan: all but the counts without samples; ne, bayes_ne and auc with its bound if all labels
         are equal; bayes_ne and mean_kl unless p* was given with every sample.
         """
         head = self._sums[:_HEADER].tolist()
@@ -126,6 +128,7 @@ class ClickMetrics:
         return {
             "count": count,
             "click_rate": rate,
+            "nan_predictions": head[_NAN],
             "logloss": loss,
             "ne": _ratio(loss, spread),
             "auc": auc,

@@ -33,6 +33,7 @@ class StepRecord:
         seconds: On this rank, with the making of the batch.
         sent: ``{edge: {link: bytes}}`` sent by all ranks.
         is_stopping: Whether a rank asked for a stop.
+        bad_ranks: Those with a loss that is not finite.
     """
 
     step: int
@@ -42,6 +43,7 @@ class StepRecord:
     seconds: float
     sent: dict[str, dict[str, int]]
     is_stopping: bool
+    bad_ranks: tuple[int, ...] = ()
 
     def by_link(self) -> dict[str, int]:
         """``{link: bytes}``."""
@@ -119,6 +121,7 @@ class Tally:
             seconds=seconds,
             sent={edge: links for edge, links in by_edge.items() if any(links.values())},
             is_stopping=stop > 0,
+            bad_ranks=tuple((~found[:, _LOSS].isfinite()).nonzero().squeeze(1).tolist()),
         )
 
     def _sent(self) -> list[float]:

@@ -11,7 +11,7 @@ import torch
 
 from rowmesh.comm.agreement import on_rank_0
 from rowmesh.comm.mesh import Mesh
-from rowmesh.errors import InputError
+from rowmesh.errors import DivergedError, InputError
 from rowmesh.features import Batch, empty_like
 from rowmesh.placement import Plan
 from rowmesh.runtime.pipeline import Pipeline
@@ -19,6 +19,7 @@ from rowmesh.runtime.shard import shard
 from rowmesh.topology import Link, Topology
 from rowmesh.train.checkpoint import Checkpoints
 from rowmesh.train.config import RunConfig
+from rowmesh.train.finite import FiniteWatch
 from rowmesh.train.folder import RunFolder
 from rowmesh.train.forecast import forecast_run, plan_of
 from rowmesh.train.inputs import checked
@@ -88,6 +89,7 @@ class Trainer:
         self._step_seconds: list[float] = []
         self._last_batch: Batch | None = None
         self._checkpoints: Checkpoints | None = None
+        self._finite: int | None = None  # the last step saved with finite numbers
         if folder is not None and (config.checkpoint.every is not None or resume):
             self._checkpoints = Checkpoints(
                 folder.checkpoints, keep_last=config.checkpoint.keep_last
@@ -96,7 +98,9 @@ class Trainer:
             assert self._checkpoints is not None
             loaded = self._checkpoints.load(model=self.model, optimizer=self.optimizer, mesh=mesh)
             self.start = self.step = loaded.step
+            self._finite = loaded.extra.get("finite_step", loaded.step)
         self._saved = self.start if resume else None
+        self._watch = FiniteWatch(config.training.on_nan, model=self.model, mesh=mesh)
 
     def _choose_plan(self, topology: Topology, resumed: RunFolder | None) -> Plan:
         config, stored = self.config, None
@@ -127,12 +131,15 @@ class Trainer:
             ranks sent in training, by link; ``train_s`` and ``samples_per_s`` of all ranks, both
             with the making of the data; ``step_s``, the median step without it; ``forecast``, the
             bytes that a rank should send a step and, if calibrated, its seconds; ``ranks``,
-            ``steps`` done, the plan's ``exactness``, and ``is_stopped``, with ``saved_step``, the
-            last step saved if any. A stopped run is not evaluated.
+            ``steps`` done, ``not_finite_steps`` whose loss was not finite and ``skipped_steps``
+            of them, the plan's ``exactness``, and ``is_stopped``, with ``saved_step``, the last
+            step saved if any. A stopped run is not evaluated.
 
         Raises:
             InputError: On all ranks, if a batch of one is wrong; the sentence names rank, step
                 and place. Checkpoints on disk stay as they are.
+            DivergedError: On all ranks, if a loss, a prediction or what would be saved is not
+                finite (`FiniteWatch`).
 
         Collective:
             All ranks.
@@ -143,16 +150,16 @@ class Trainer:
         totals = _Totals()
         try:
             is_stopped = self._fit([*listeners, totals], stop, tracing)
-        except InputError:  # on all ranks: the mesh stays usable, so nothing may be under way
+            if tracing is not None:
+                tracing.finish()
+            self._save_last(is_stopped)
+        except (InputError, DivergedError):
+            # On all ranks: the mesh stays usable, so nothing may be under way.
             self.mesh.trace.stop()
             _show([self._tally.flush()], listeners)
+            if self._checkpoints is not None:
+                self._checkpoints.wait()
             raise
-        if tracing is not None:
-            tracing.finish()
-        if self._checkpoints is not None:
-            if self._saved != self.step and self._wants_last(is_stopped):
-                self._save()
-            self._checkpoints.wait()
         found: dict[str, Any] = {}
         if not is_stopped:
             found = self._evaluate(listeners)
@@ -165,6 +172,7 @@ class Trainer:
                 "ranks": self.mesh.world,
                 "steps": self.step,
                 "exactness": self.plan.exactness.value,
+                **self._watch.counts(),
                 "is_stopped": is_stopped,
                 "saved_step": self._saved,
             }
@@ -192,10 +200,13 @@ class Trainer:
                 if is_last or any(n is not None and self.step % n == 0 for n in due):
                     records.append(self._tally.flush())
                 is_stopping = _show(records, listeners)
+                self._watch.check_losses(records, saved=self._finite)
                 if not is_last:
                     self._at_step(listeners)
                 if is_stopping and not is_last:
-                    _show([self._tally.flush()], listeners)
+                    records = [self._tally.flush()]
+                    _show(records, listeners)
+                    self._watch.check_losses(records, saved=self._finite)
                     return True
                 if tracing is not None and not is_last:
                     tracing.begin_step(self.step + 1)
@@ -211,7 +222,8 @@ class Trainer:
             losses = self.model(batch)
         with phase("backward"):
             self.mesh.mean(losses).backward()
-        self.optimizer.step()
+        if self._watch.may_step(losses):
+            self.optimizer.step()
         self.optimizer.zero_grad()
         self._step_seconds.append(time.perf_counter() - start)
         self.step += 1
@@ -236,19 +248,27 @@ class Trainer:
         if self._checkpoints is not None and every is not None and self.step % every == 0:
             self._save()  # last, so that what precedes a checkpoint is in the metrics
 
-    def _wants_last(self, is_stopped: bool) -> bool:
+    def _save_last(self, is_stopped: bool) -> None:
+        """Save the end of the run, if it saves any, and wait for what is being written."""
         settings = self.config.checkpoint
-        return settings.every is not None and (settings.on_interrupt or not is_stopped)
+        is_wanted = settings.every is not None and (settings.on_interrupt or not is_stopped)
+        if self._checkpoints is not None:
+            if self._saved != self.step and is_wanted:
+                self._save()
+            self._checkpoints.wait()
 
     def _save(self) -> None:
         assert self._checkpoints is not None
+        if self._watch.may_save(self.step, saved=self._finite):
+            self._finite = self.step
         self._checkpoints.save(
             self.step,
             model=self.model,
             optimizer=self.optimizer,
             mesh=self.mesh,
-            extra={"num_steps": self.num_steps},
+            extra={"num_steps": self.num_steps, "finite_step": self._finite},
             asynchronous=self.config.checkpoint.asynchronous,
+            spared=self._finite,
         )
         self._saved = self.step
 
@@ -298,6 +318,7 @@ class Trainer:
         result = {**whole, "bayes_auc": bayes["auc"], **places}
         for listener in listeners:
             listener.show_evaluation(self.step, result)
+        self._watch.check_predictions(self.step, result, saved=self._finite)
         return result
 
 

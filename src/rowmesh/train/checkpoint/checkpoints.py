@@ -1,5 +1,6 @@
 """`Checkpoints`: save a run, and go on from there under any plan and number of ranks."""
 
+import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class Checkpoints:
         if keep_last < 1:
             raise InputError(f"keep_last is {keep_last}, but must be at least 1")
         self._folders, self._keep_last = Folders(Path(folder)), keep_last
-        self._pending: tuple[Save, Callable[[], Any]] | None = None
+        self._pending: tuple[Save, Callable[[], Any], int | None] | None = None
 
     def latest(self) -> int | None:
         """The step of the newest complete checkpoint, or None. Not collective."""
@@ -66,6 +67,7 @@ class Checkpoints:
         mesh: Mesh,
         extra: dict[str, Any] | None = None,
         asynchronous: bool = False,
+        spared: int | None = None,
     ) -> None:
         """Save the run as it is now.
 
@@ -78,6 +80,7 @@ class Checkpoints:
                 configuration. Rank 0's counts.
             asynchronous: Copy what this rank holds to host memory, return, and write it in the
                 background. The checkpoint is complete after the next `save` or `wait`.
+            spared: The step of a checkpoint that stays, however old it is.
 
         Raises:
             StepError: On all ranks, between backward and step.
@@ -116,10 +119,10 @@ class Checkpoints:
         if asynchronous:
             save = save.staged()
             worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rowmesh-checkpoint")
-            self._pending = save, worker.submit(save.write).result
+            self._pending = save, worker.submit(save.write).result, spared
             worker.shutdown(wait=False)
         else:
-            self._pending = save, save.write
+            self._pending = save, save.write, spared
             self.wait()
 
     def wait(self) -> None:
@@ -132,8 +135,10 @@ class Checkpoints:
             All ranks, if a save is under way; else none.
         """
         if self._pending is not None:
-            (save, written), self._pending = self._pending, None
-            save.finish(*written(), keep_last=self._keep_last)
+            (save, written, spared), self._pending = self._pending, None
+            stay = (save.step, spared)
+            keep = functools.partial(self._folders.keep, self._keep_last, spared=stay)
+            save.finish(*written(), keep=keep)
 
     def load(
         self,

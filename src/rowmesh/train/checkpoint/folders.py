@@ -8,6 +8,7 @@ long as its successor is not there.
 import os
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
@@ -85,9 +86,9 @@ class Folders:
         _sync(self.root)
         shutil.rmtree(replaced, ignore_errors=True)
 
-    def keep(self, number: int, *, saved: int) -> None:
-        """Delete all complete checkpoints but the newest ``number`` and the one just saved."""
-        for step in [s for s in self.steps()[:-number] if s != saved]:
+    def keep(self, number: int, *, spared: Collection[int | None]) -> None:
+        """Delete all complete checkpoints but the newest ``number`` and those ``spared``."""
+        for step in [s for s in self.steps()[:-number] if s not in spared]:
             path = self.of(step)
             gone = self.partial(step)
             os.rename(path, gone)  # nobody may take a half deleted folder for a complete one

@@ -78,9 +78,18 @@ class Save:
             self.folders.drop(self.step)
 
     def finish(
-        self, written: _Written | None, problem: RowmeshError | None, *, keep_last: int
+        self,
+        written: _Written | None,
+        problem: RowmeshError | None,
+        *,
+        keep: Callable[[], None],
     ) -> None:
         """Make the checkpoint complete, once all ranks have written.
+
+        Args:
+            written: What `write` gave.
+            problem: Likewise.
+            keep: Deletes older checkpoints; called on rank 0.
 
         Raises:
             InputError: On all ranks, if one could not write; nothing of the checkpoint is left.
@@ -97,10 +106,12 @@ class Save:
         everyone = agree(self.mesh, (written or [], shapes), problem, on_failure=on_failure)
         last: RowmeshError | None = None
         if self.mesh.rank == 0:
-            _, last = attempt(lambda: self._on_disk(lambda: self._complete(everyone, keep_last)))
+            _, last = attempt(lambda: self._on_disk(lambda: self._complete(everyone, keep)))
         agree(self.mesh, None, last, on_failure=on_failure)
 
-    def _complete(self, everyone: list[tuple[_Written, dict[str, Any]]], keep_last: int) -> None:
+    def _complete(
+        self, everyone: list[tuple[_Written, dict[str, Any]]], keep: Callable[[], None]
+    ) -> None:
         tensors: dict[str, dict[str, Any]] = {}
         for rank, (written, shapes) in enumerate(everyone):
             for key, (shape, dtype) in shapes.items():
@@ -112,7 +123,7 @@ class Save:
         self._check_whole(tensors)
         files = [FILE.format(rank) for rank in range(len(everyone))]
         self.folders.finish(self.step, encode(self.document | {"files": files, "tensors": tensors}))
-        self.folders.keep(keep_last, saved=self.step)
+        keep()
 
     def _check_whole(self, tensors: dict[str, dict[str, Any]]) -> None:
         """Every row and column of every table has been written once."""

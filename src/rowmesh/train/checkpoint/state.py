@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from rowmesh.errors import InputError, StepError
 from rowmesh.runtime.embeddings import sharded_engines
 from rowmesh.runtime.optimizer import Optimizer
+from rowmesh.runtime.regions import dense_state
+from rowmesh.tables import uncompiled
 from rowmesh.train.checkpoint.document import check_jsonable
 
 __all__ = [
@@ -43,7 +45,7 @@ def check_drained(model: nn.Module, optimizer: Optimizer | None) -> None:
 
 def dense_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Dense parameters and buffers, ``dense.<name>``: the model's own memory, not copies."""
-    found = model.state_dict()
+    found = dense_state(model)
     for name, value in found.items():
         if not isinstance(value, Tensor):
             raise InputError(
@@ -84,7 +86,7 @@ def describe_optimizer(
 
 def _names(model: nn.Module) -> dict[int, str]:
     """By identity of the parameter."""
-    return {id(p): name for name, p in model.named_parameters()}
+    return {id(p): name for name, p in uncompiled(model).named_parameters()}
 
 
 def check_optimizer(model: nn.Module, optimizer: Optimizer, saved: dict[str, Any] | None) -> None:
