@@ -20,15 +20,15 @@ from torch import Tensor
 
 from rowmesh.comm.codecs import Message
 from rowmesh.comm.ledger import Ledger
+from rowmesh.comm.numbers import MOST_CHANNELS, Loan, Numbers
 from rowmesh.comm.shared import Arrival, Segment, Waitable
 from rowmesh.comm.status import Bulletin
-from rowmesh.errors import PeerError, RowmeshError
+from rowmesh.errors import PeerError
 from rowmesh.trace import Flight, Recorder
 
 __all__ = ["Channel", "ChannelPool", "Handle", "Lane", "Wire"]
 
-_CHANNELS = 1 << 14  # tag = sequence * _CHANNELS + channel
-_SEQUENCES = 1 << 15
+_SEQUENCES = 1 << 15  # tag = sequence * MOST_CHANNELS + number of the channel
 _SPILLED_BIT = 1 << 29  # shared memory was full: received later than what goes by gloo anyway
 _HEADER_BIT = 1 << 30
 _MOST_LEAVING = 32
@@ -81,7 +81,7 @@ class Wire:
         self.rank, self.world, self.trace = rank, world, trace
         self.lanes, self.ledger, self.bulletin, self.debug = lanes, ledger, bulletin, debug
         self.segment: Segment | None = None
-        self._channels: list[str] = []
+        self.numbers = Numbers()
         self._posting = threading.Lock()
         self._watchers: ThreadPoolExecutor | None = None
         # With messages to others that nobody has waited for, the latest: their models may be gone.
@@ -91,14 +91,19 @@ class Wire:
         """All other ranks, starting with the next one, so that not all send to rank 0 first."""
         return [(self.rank + i) % self.world for i in range(1, self.world)]
 
-    def channel(self, name: str, lane: Lane) -> "Channel":
-        """A new exchange with its own tags. All ranks make the same channels in one order."""
-        if len(self._channels) == _CHANNELS:
-            raise RowmeshError(
-                f"this mesh has made {_CHANNELS} channels, all it can: shard fewer models on it"
-            )
-        self._channels.append(name)
-        return Channel(self, name, lane, len(self._channels) - 1)
+    def channel(self, name: str, lane: Lane, *, loan: Loan | None = None) -> "Channel":
+        """A new exchange with its own tags. All ranks make the same channels in one order.
+
+        Args:
+            name: In errors.
+            lane: Of its messages.
+            loan: What its number is part of; without one it is never given back.
+        """
+        number, first = self.numbers.take()
+        channel = Channel(self, name, lane, number, first)
+        if loan is not None:
+            loan.channels.append(channel)
+        return channel
 
     def start(
         self, lane: Lane, peer: int, tag: int, tensor: Tensor, *, incoming: bool
@@ -179,11 +184,11 @@ class ChannelPool:
     """Channels of one model, which it makes anew when its rows move, and which are used again.
 
     All ranks take the same channels in one order, and begin anew at the same time, when no message
-    is under way.
+    is under way. When the pool is gone on all ranks, its channels are others' (`Numbers`).
     """
 
     def __init__(self, wire: Wire) -> None:
-        self._wire = wire
+        self._wire, self._loan = wire, wire.numbers.lend(self)
         self._made: dict[tuple[str, Lane], list[Channel]] = {}
         self._taken: Counter[tuple[str, Lane]] = Counter()
 
@@ -191,7 +196,7 @@ class ChannelPool:
         """The next channel of that name: one of before, or a new one."""
         made, number = self._made.setdefault((name, lane), []), self._taken[name, lane]
         if number == len(made):
-            made.append(self._wire.channel(name, lane))
+            made.append(self._wire.channel(name, lane, loan=self._loan))
         self._taken[name, lane] += 1
         return made[number]
 
@@ -203,8 +208,9 @@ class ChannelPool:
 class Channel:
     """One exchange of a step: its lane, its tag, its name in errors."""
 
-    def __init__(self, wire: Wire, name: str, lane: Lane, number: int) -> None:
+    def __init__(self, wire: Wire, name: str, lane: Lane, number: int, first: int = 0) -> None:
         self.wire, self.name, self.lane, self.number = wire, name, lane, number
+        self.first = self.last = first  # its sequences count from here
 
     def post(
         self,
@@ -226,8 +232,9 @@ class Channel:
         Collective:
             Both ends of every non-empty parcel, with the same sequence, shape and dtype.
         """
-        wire = self.wire
-        tag = (sequence % _SEQUENCES) * _CHANNELS + self.number
+        wire, at = self.wire, self.first + sequence
+        self.last = max(self.last, at)
+        tag = (at % _SEQUENCES) * MOST_CHANNELS + self.number
         receives = list(receives)
         parcels = [(p, t if isinstance(t, Tensor) else t.received(), True) for p, t in receives]
         parcels += [(p, t if isinstance(t, Tensor) else t.sent(), False) for p, t in sends]

@@ -1,11 +1,13 @@
 """`rm.shard`: the one verb that distributes a model, in place."""
 
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from rowmesh.comm.agreement import agree_on, attempt
 from rowmesh.comm.codecs import Codecs, make_codecs
 from rowmesh.comm.mesh import Mesh
 from rowmesh.errors import NotExecutable, PlanError, did_you_mean
@@ -15,10 +17,13 @@ from rowmesh.placement import Copies, Groups, Plan, TablePlan, hot_ids
 from rowmesh.placement.codecs import GRADIENT_EDGES, WIRE_CODECS, wire_form
 from rowmesh.placement.dense import bucket_elements
 from rowmesh.runtime.adopt import adopt_collections
+from rowmesh.runtime.alike import Origin, model_parts, table_origins, tables_to_spread
 from rowmesh.runtime.copies import make_riders
 from rowmesh.runtime.dense import DenseBuckets, broadcast_dense
 from rowmesh.runtime.embeddings import ShardedEngine, sharded_engines
+from rowmesh.runtime.importing import set_rows
 from rowmesh.runtime.places import DENSE_SUMS, Region
+from rowmesh.runtime.regions import NamedTable
 from rowmesh.runtime.stacks import StackLayout, lay_out
 from rowmesh.runtime.tickets import Stack
 from rowmesh.storage import allocate_rows
@@ -32,7 +37,12 @@ from rowmesh.tables import (
     named_collections,
 )
 
-__all__ = ["check_executable", "make_stack", "shard"]
+__all__ = ["ONE_PLAN", "check_executable", "make_stack", "shard"]
+
+ONE_PLAN: Final = (
+    "build the same model on all ranks, make the plan on rank 0 and send it "
+    "(plan = mesh.gather_objects(plan)[0]), or make it from the same statistics"
+)
 
 _Collection = EmbeddingBagCollection | EmbeddingCollection
 
@@ -42,7 +52,9 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
 
     Every collection keeps its place and type but looks up rows on the mesh; its tables leave
     ``model.parameters()``. Tables on ``meta`` are made here, each rank just its rows; tables
-    with values are sliced one by one and freed. Dense parameters are copied from rank 0.
+    with values are sliced one by one and freed. Where ranks have other values than rank 0, its
+    values count: dense parameters are copied from there, and of such a table each rank's rows.
+    Models dropped before are collected, and their channels given back to the mesh.
 
     Args:
         model: Single-device model whose collections are rowmesh's or TorchRec's.
@@ -53,12 +65,48 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
         ``model``.
 
     Raises:
-        PlanError: If the plan is invalid, or for another model or mesh.
+        PlanError: On all ranks, if the plan is invalid, for another model or mesh, or not the same
+            on all ranks; or if their models differ in more than values.
         NotExecutable: If the plan is valid but asks for something not built yet.
 
     Collective:
         All ranks, with the same model and plan.
     """
+    mesh.wire.numbers.take_back(functools.partial(mesh.gather_objects, edge=None))
+    found, problem = attempt(lambda: _prepare(model, plan, mesh))
+    model, parts, origins = found or (model, None, {})
+    everyone = agree_on(mesh, parts, problem, way_out=ONE_PLAN, value=origins)
+    spread = tables_to_spread(everyone)
+    dense = dense_parameters(model)
+    trainable = [p for p in dense if p.requires_grad]
+    codecs = make_codecs(wire_form(plan))
+    for path, module, configs in list(named_collections(model)):
+        tables = module.table_modules()
+        given = {
+            i: tables[c.name].weight.detach() if mesh.rank == 0 else None
+            for i, c in enumerate(configs)
+            if c.name in spread
+        }
+        plans = [plan.table(c.name) for c in configs]
+        groups = [plan.groups(table) for table in plans]
+        module.engine = _make_engine(path, module, plans, groups, mesh, plan.span, codecs)
+        for i in list(given):
+            table = NamedTable(keys=(), collection=module, index=i, config=configs[i])
+            set_rows(table, given.pop(i), None, count=configs[i].num_embeddings, spread=True)
+    if mesh.world > 1:
+        broadcast_dense([*dense, *model.buffers()], mesh)
+    engines = sharded_engines(model)
+    own, riders = ([r for e in engines for r in make_riders(e, sums)] for sums in DENSE_SUMS)
+    buckets = DenseBuckets(trainable, mesh, plan.span, riders=riders, own=own, codecs=codecs)
+    model._rowmesh_dense = buckets  # type: ignore[assignment]
+    model._rowmesh_plan = plan  # type: ignore[assignment]
+    return model
+
+
+def _prepare(
+    model: nn.Module, plan: Plan, mesh: Mesh
+) -> tuple[nn.Module, dict[str, str], dict[str, Origin]]:
+    """The model with collections of ours, what ranks must be alike in, and whence values come."""
     plan.validate()
     if hasattr(model, "_rowmesh_dense"):
         raise PlanError("this model is sharded already: build a new one to shard it differently")
@@ -68,11 +116,9 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
             f"{mesh.topology.hosts} x {mesh.topology.local}: make a plan for this mesh"
         )
     check_executable(plan)
-    collections = list(named_collections(model))
-    _check_tables(plan, collections)
+    _check_tables(plan, list(named_collections(model)))
     model = adopt_collections(model)
-    dense = dense_parameters(model)
-    trainable = [p for p in dense if p.requires_grad]
+    trainable = [p for p in dense_parameters(model) if p.requires_grad]
     if wide := {p.dtype for p in trainable} - set(BYTES_OF):
         raise NotExecutable(
             f"dense parameters of {sorted(map(str, wide))}: gradients are summed in fp32; convert "
@@ -83,21 +129,7 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
             f"the plan's dense buckets hold {sum(plan.dense)} elements, this model's "
             f"{sum(bucket_elements([p.numel() for p in trainable]))}: make a plan for this model"
         )
-    codecs = make_codecs(wire_form(plan))
-    for path, _, configs in collections:
-        module = model.get_submodule(path)
-        assert isinstance(module, _Collection)
-        plans = [plan.table(c.name) for c in configs]
-        groups = [plan.groups(table) for table in plans]
-        module.engine = _make_engine(path, module, plans, groups, mesh, plan.span, codecs)
-    if mesh.world > 1:
-        broadcast_dense([*dense, *model.buffers()], mesh)
-    engines = sharded_engines(model)
-    own, riders = ([r for e in engines for r in make_riders(e, sums)] for sums in DENSE_SUMS)
-    buckets = DenseBuckets(trainable, mesh, plan.span, riders=riders, own=own, codecs=codecs)
-    model._rowmesh_dense = buckets  # type: ignore[assignment]
-    model._rowmesh_plan = plan  # type: ignore[assignment]
-    return model
+    return model, model_parts(model, plan), table_origins(model) if mesh.world > 1 else {}
 
 
 def check_executable(plan: Plan) -> None:
