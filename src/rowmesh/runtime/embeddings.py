@@ -269,6 +269,7 @@ class ShardedEngine:
                 asked=fetch.asked,
                 relayed=fetch.relayed,
                 merged=fetch.merged,
+                num_means=self.mesh.num_means,
                 is_marked=fetch.under_way is not None,
             )
             self.tickets.append(ticket)
@@ -368,6 +369,7 @@ class ShardedEngine:
             All ranks, once for every ticket.
         """
         ticket.check_backward(self.tickets, self.path)
+        self.mesh.check_scaled(ticket.num_means)
         channels = zip(self._backward, self._copied, self._shared, strict=True)
         for i, (stack, grad, used) in enumerate(zip(self.stacks, grads, channels, strict=True)):
             if stack.layout.trainable:  # frozen tables send nothing back
