@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rowmesh.errors import InputError
+from rowmesh.errors import InputError, PlanError
 
 __all__ = [
     "BYTES_OF",
@@ -141,6 +141,23 @@ def named_collections(model: nn.Module) -> Iterator[tuple[str, Any, list[TableCo
             configs = getattr(module, attribute, None)
             if callable(configs):
                 yield path, module, [_own_config(c, kind) for c in configs()]
+
+
+def check_unsharded(model: nn.Module, what: str) -> None:
+    """Raise if the model, or a part of it, has been sharded.
+
+    Args:
+        model: Any module.
+        what: Takes unsharded models; begins the sentence.
+    """
+    for path, module in model.named_modules():
+        is_collection = hasattr(getattr(module, "engine", None), "mesh")
+        if is_collection or hasattr(module, "_rowmesh_dense"):
+            part = f"{path!r} of this model" if path else "this model"
+            raise PlanError(
+                f"{what} takes a model before rm.shard, but {part} is sharded already: build a "
+                f"new one, or take rm.unshard(model), a plain copy on rank 0"
+            )
 
 
 def dense_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -69,4 +69,4 @@ def _name(value: Any) -> str:
         return f"the class {value.__module__.split('.')[0]}.{value.__name__}"
     if isinstance(value, bool | int | float | str | None):
         return repr(value)
-    return f"a {type(value).__name__}"
+    return f"an object of type {type(value).__name__}"

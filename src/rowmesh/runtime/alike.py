@@ -25,11 +25,13 @@ __all__ = [
     "digest_of",
     "model_parts",
     "optimizer_parts",
+    "sample_digest",
     "table_origins",
     "tables_to_spread",
 ]
 
 _CHUNK_BYTES = 1 << 26
+_SAMPLED = 1024  # rows
 
 
 def model_parts(model: nn.Module, plan: Plan) -> dict[str, str]:
@@ -104,6 +106,11 @@ def digest_of(tensor: Tensor) -> str:
     for part in flat.split(max(1, _CHUNK_BYTES // row_bytes)):
         state.update(part.cpu().contiguous().view(torch.uint8).numpy().data)
     return state.hexdigest()
+
+
+def sample_digest(tensor: Tensor) -> str:
+    """A hash of some 1,024 rows, to tell files apart that every rank reads a part of."""
+    return digest_of(tensor if tensor.dim() == 0 else tensor[:: max(1, len(tensor) // _SAMPLED)])
 
 
 def optimizer_parts(rule: UpdateRule, dense: torch.optim.Optimizer | None) -> dict[str, str]:

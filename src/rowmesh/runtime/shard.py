@@ -30,6 +30,7 @@ from rowmesh.storage import allocate_rows
 from rowmesh.tables import (
     BYTES_OF,
     TableConfig,
+    check_unsharded,
     dense_parameters,
     dtype_name,
     is_trainable,
@@ -108,8 +109,7 @@ def _prepare(
 ) -> tuple[nn.Module, dict[str, str], dict[str, Origin]]:
     """The model with collections of ours, what ranks must be alike in, and whence values come."""
     plan.validate()
-    if hasattr(model, "_rowmesh_dense"):
-        raise PlanError("this model is sharded already: build a new one to shard it differently")
+    check_unsharded(model, "rm.shard")
     if plan.fingerprint != mesh.topology.fingerprint():
         raise PlanError(
             f"the plan is for {plan.mesh.hosts} hosts x {plan.mesh.local} ranks, but the mesh has "
