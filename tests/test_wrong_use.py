@@ -64,6 +64,13 @@ def test_what_is_no_optimiser_is_said_and_another_can_be_made(how: str) -> None:
     optimizer.step()
 
 
+def test_a_frozen_layer_may_be_among_the_parameters_of_the_dense_optimiser() -> None:
+    mesh, model = rm.init_mesh(), Model()
+    model.out.bias.requires_grad_(False)
+    rm.shard(model, plan_for(mesh, model), mesh)
+    rm.Optimizer(model, dense=lambda _: SGD(model.parameters()), sparse=rm.SGD())
+
+
 def test_a_model_without_trained_layers_needs_no_dense_optimiser() -> None:
     mesh, model = rm.init_mesh(), Model()
     model.out.requires_grad_(False)

@@ -55,7 +55,7 @@ def make_dense(dense: Any, parameters: Sequence[nn.Parameter]) -> torch.optim.Op
         raise InputError("dense made an LBFGS, which runs forwards itself: take another optimiser")
     known = {id(parameter) for parameter in parameters}
     for parameter in (p for group in made.param_groups for p in group["params"]):
-        if id(parameter) not in known:
+        if parameter.requires_grad and id(parameter) not in known:
             raise InputError(
                 f"dense made an optimiser of a parameter of shape {list(parameter.shape)} that is "
                 f"no trained layer of the sharded model: its gradients would not be summed over "
