@@ -90,7 +90,7 @@ def test_a_short_message_is_noticed_in_debug_mode() -> None:
     assert by_gloo[0] == "no error"  # why headers exist
     message = run_on_ranks(2, short_message, debug=True)[0]
     assert "exchange 'test', step 1: rank 1 sent" in message
-    assert "[1, 2, 0, 2], but [1, 2, 0, 4] was expected" in message
+    assert "[1, 3, 0, 2], but [1, 3, 0, 4] was expected" in message
 
 
 def later_in_order(mesh: Mesh) -> Any:

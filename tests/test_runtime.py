@@ -280,7 +280,7 @@ def evaluated(mesh: Mesh, case: Case) -> Any:
         optimizer.step()
     for _ in range(50):
         weights_of(model)
-    return weights_of(model), len(mesh.wire._channels)
+    return weights_of(model), mesh.wire.numbers.num_made
 
 
 def test_inference_mode_and_many_exports_do_not_disturb_training() -> None:

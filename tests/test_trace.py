@@ -427,7 +427,8 @@ def exchange_twice(mesh: Mesh) -> tuple[int, int, int, list[Flight], float]:
     with ThreadPoolExecutor(1) as threads:
         free = Event()
         threads.submit(free.wait, 10)
-        mesh.wire.close()
+        assert mesh.wire._watchers is not None
+        mesh.wire._watchers.shutdown()
         mesh.wire._watchers = threads
         channel.post(2, **parcels).wait()  # type: ignore[arg-type]
         after = time.perf_counter_ns()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rowmesh.errors import InputError, RowmeshWarning
+from rowmesh.errors import InputError, PlanError, RowmeshWarning
 
 __all__ = [
     "BYTES_OF",
@@ -252,6 +252,23 @@ def tables_of(collection: Any) -> Any:
     """The modules of a collection's tables by name, ours or TorchRec's; none of a sharded one."""
     bags = getattr(collection, "embedding_bags", None)
     return collection.embeddings if bags is None else bags
+
+
+def check_unsharded(model: nn.Module, what: str) -> None:
+    """Raise if the model, or a part of it, has been sharded.
+
+    Args:
+        model: Any module.
+        what: Takes unsharded models; begins the sentence.
+    """
+    for path, module in model.named_modules():
+        is_collection = hasattr(getattr(module, "engine", None), "mesh")
+        if is_collection or hasattr(module, "_rowmesh_dense"):
+            part = f"{path!r} of this model" if path else "this model"
+            raise PlanError(
+                f"{what} takes a model before rm.shard, but {part} is sharded already: build a "
+                f"new one, or take rm.unshard(model), a plain copy on rank 0"
+            )
 
 
 def dense_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from rowmesh.comm.exchange import Channel, Lane
+from rowmesh.comm.exchange import Channel, ChannelPool, Lane
 from rowmesh.comm.mesh import Mesh
 
 __all__ = ["ClockComparison"]
@@ -21,8 +21,9 @@ class ClockComparison:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh, self._uses = mesh, 0
-        self._there = mesh.wire.channel("clock", Lane.CONTROL)
-        self._back = mesh.wire.channel("clock, back", Lane.CONTROL)
+        self._pool = ChannelPool(mesh.wire)
+        self._there = self._pool.channel("clock", Lane.CONTROL)
+        self._back = self._pool.channel("clock, back", Lane.CONTROL)
 
     def measure(self) -> tuple[int, int]:
         """(offset, error): rank 0's clock = this rank's + offset, within error; nanoseconds.

@@ -8,6 +8,7 @@ debug mode a header that is checked.
 
 import contextlib
 import functools
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,22 +20,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rowmesh.comm.codecs import Message
+from rowmesh.comm.leaving import let_leave
 from rowmesh.comm.ledger import Ledger
+from rowmesh.comm.numbers import MOST_CHANNELS, Loan, Numbers
 from rowmesh.comm.shared import Arrival, Segment, Waitable
 from rowmesh.comm.status import Bulletin
-from rowmesh.errors import PeerError, RowmeshError
+from rowmesh.errors import PeerError, StepError
 from rowmesh.trace import Flight, Recorder
 
-__all__ = ["Channel", "ChannelPool", "Handle", "Lane", "Wire"]
+__all__ = ["DTYPES", "Channel", "ChannelPool", "Handle", "Lane", "Wire"]
 
-_CHANNELS = 1 << 14  # tag = sequence * _CHANNELS + channel
-_SEQUENCES = 1 << 15
+_SEQUENCES = 1 << 15  # tag = sequence * MOST_CHANNELS + number of the channel
 _SPILLED_BIT = 1 << 29  # shared memory was full: received later than what goes by gloo anyway
 _HEADER_BIT = 1 << 30
 _MOST_LEAVING = 32
-_LEAVE_S = 0.02  # between two looks at whether a peer has left
 _WATCHERS = 64  # threads, at most; an exchange that finds none free is timed by its own wait
-_DTYPES = [
+DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.int32, torch.int64, torch.uint8, torch.int8, torch.int16, torch.bool),
 ]
@@ -81,7 +82,8 @@ class Wire:
         self.rank, self.world, self.trace = rank, world, trace
         self.lanes, self.ledger, self.bulletin, self.debug = lanes, ledger, bulletin, debug
         self.segment: Segment | None = None
-        self._channels: list[str] = []
+        self.numbers = Numbers()
+        self._process, self._is_closed = os.getpid(), False
         self._posting = threading.Lock()
         self._watchers: ThreadPoolExecutor | None = None
         # With messages to others that nobody has waited for, the latest: their models may be gone.
@@ -91,14 +93,32 @@ class Wire:
         """All other ranks, starting with the next one, so that not all send to rank 0 first."""
         return [(self.rank + i) % self.world for i in range(1, self.world)]
 
-    def channel(self, name: str, lane: Lane) -> "Channel":
-        """A new exchange with its own tags. All ranks make the same channels in one order."""
-        if len(self._channels) == _CHANNELS:
-            raise RowmeshError(
-                f"this mesh has made {_CHANNELS} channels, all it can: shard fewer models on it"
+    def check_open(self) -> None:
+        """Raise if nothing can be sent any more."""
+        if os.getpid() != self._process:
+            raise StepError(
+                f"this process was forked from rank {self.rank}, whose mesh it cannot use: only "
+                f"the rank itself can"
             )
-        self._channels.append(name)
-        return Channel(self, name, lane, len(self._channels) - 1)
+        if self._is_closed:
+            raise StepError(
+                "the mesh is closed: use it, and what was sharded on it, before mesh.close() or "
+                "inside its with block"
+            )
+
+    def channel(self, name: str, lane: Lane, *, loan: Loan | None = None) -> "Channel":
+        """A new exchange with its own tags. All ranks make the same channels in one order.
+
+        Args:
+            name: In errors.
+            lane: Of its messages.
+            loan: What its number is part of; without one it is never given back.
+        """
+        number, first = self.numbers.take()
+        channel = Channel(self, name, lane, number, first)
+        if loan is not None:
+            loan.channels.append(channel)
+        return channel
 
     def start(
         self, lane: Lane, peer: int, tag: int, tensor: Tensor, *, incoming: bool
@@ -144,46 +164,27 @@ class Wire:
     def close(self) -> None:
         """Wait for messages to ranks that have not left, end the threads and leave the segment."""
         if self.leaving:
-            self._let_leave([send for handle in list(self.leaving) for send in handle.leaving()])
+            sends = [send for handle in list(self.leaving) for send in handle.leaving()]
+            let_leave(sends, self.bulletin.has_left)
+            self.leaving.clear()
         if self._watchers is not None:
             self._watchers.shutdown(wait=False, cancel_futures=True)
             self._watchers = None
         if self.segment is not None:
             self.segment.close(self.bulletin.has_left)
             self.segment = None
-
-    def _let_leave(self, sends: Sequence[tuple[int, Callable[[], object]]]) -> None:
-        """Wait for sends; not for those to ranks that have left, since nobody receives them."""
-        waits: dict[int, list[Callable[[], object]]] = {}
-        for peer, wait in sends:
-            waits.setdefault(peer, []).append(wait)
-        threads = {
-            peer: threading.Thread(target=_call_all, args=(calls,), daemon=True)
-            for peer, calls in waits.items()
-        }
-        for thread in threads.values():
-            thread.start()
-        for peer, thread in threads.items():
-            while thread.is_alive() and not self.bulletin.has_left(peer):
-                thread.join(_LEAVE_S)
-        self.leaving.clear()
-
-
-def _call_all(calls: Sequence[Callable[[], object]]) -> None:
-    with contextlib.suppress(RuntimeError):  # it took too long, or the peer is gone
-        for call in calls:
-            call()
+        self._is_closed, self.lanes = True, {}
 
 
 class ChannelPool:
     """Channels of one model, which it makes anew when its rows move, and which are used again.
 
     All ranks take the same channels in one order, and begin anew at the same time, when no message
-    is under way.
+    is under way. When the pool is gone on all ranks, its channels are others' (`Numbers`).
     """
 
     def __init__(self, wire: Wire) -> None:
-        self._wire = wire
+        self._wire, self._loan = wire, wire.numbers.lend(self)
         self._made: dict[tuple[str, Lane], list[Channel]] = {}
         self._taken: Counter[tuple[str, Lane]] = Counter()
 
@@ -191,7 +192,7 @@ class ChannelPool:
         """The next channel of that name: one of before, or a new one."""
         made, number = self._made.setdefault((name, lane), []), self._taken[name, lane]
         if number == len(made):
-            made.append(self._wire.channel(name, lane))
+            made.append(self._wire.channel(name, lane, loan=self._loan))
         self._taken[name, lane] += 1
         return made[number]
 
@@ -203,8 +204,9 @@ class ChannelPool:
 class Channel:
     """One exchange of a step: its lane, its tag, its name in errors."""
 
-    def __init__(self, wire: Wire, name: str, lane: Lane, number: int) -> None:
+    def __init__(self, wire: Wire, name: str, lane: Lane, number: int, first: int = 0) -> None:
         self.wire, self.name, self.lane, self.number = wire, name, lane, number
+        self.first = self.last = first  # its sequences count from here
 
     def post(
         self,
@@ -226,14 +228,16 @@ class Channel:
         Collective:
             Both ends of every non-empty parcel, with the same sequence, shape and dtype.
         """
-        wire = self.wire
-        tag = (sequence % _SEQUENCES) * _CHANNELS + self.number
+        wire, at = self.wire, self.first + sequence
+        self.last = max(self.last, at)
+        tag = (at % _SEQUENCES) * MOST_CHANNELS + self.number
         receives = list(receives)
         parcels = [(p, t if isinstance(t, Tensor) else t.received(), True) for p, t in receives]
         parcels += [(p, t if isinstance(t, Tensor) else t.sent(), False) for p, t in sends]
         parcels = [parcel for parcel in parcels if parcel[1].numel()]
         if not parcels:
             return Handle(self, sequence, [], [], [])
+        wire.check_open()
         flight = self._begin_flight(sequence, parcels) if wire.trace.is_on else None
         works: list[tuple[int, Waitable]] = []
         sending: list[tuple[int, Waitable]] = []
@@ -287,7 +291,7 @@ class Channel:
     ) -> tuple[int, Tensor, Tensor]:
         """The peer, what its header must be, and what is sent or received: kept until the wait."""
         ours = torch.tensor(
-            [sequence, self.number, _DTYPES.index(tensor.dtype), tensor.numel()],
+            [sequence, self.number, DTYPES.index(tensor.dtype), tensor.numel()],
             device=tensor.device,
         )
         return peer, ours, torch.zeros_like(ours) if incoming else ours
@@ -323,6 +327,7 @@ class Handle:
             PeerError: With the failed rank's sentence, or naming the silent peer.
         """
         if self._works:
+            self._channel.wire.check_open()  # gloo would wait for ever for what `close` waited for
             with self._channel.wire.trace.wait(self._channel.name):
                 if self.watcher is None or self.watcher.cancel():
                     self.complete()

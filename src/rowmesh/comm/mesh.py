@@ -1,8 +1,8 @@
 """The mesh: the only file that makes process groups, and what a training loop needs of it."""
 
+import contextlib
 import functools
 import os
-import pickle
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
@@ -15,12 +15,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 
 from rowmesh.comm.device import choose_device
 from rowmesh.comm.ending import watch_end
-from rowmesh.comm.exchange import Channel, Lane, Wire
+from rowmesh.comm.exchange import Lane, Wire
 from rowmesh.comm.ledger import Ledger
 from rowmesh.comm.loops import Loops
 from rowmesh.comm.shared import open_segment, why_not_shared
 from rowmesh.comm.status import Bulletin, sentence_of
 from rowmesh.comm.tasks import Task, Threads
+from rowmesh.comm.totals import Totals
 from rowmesh.errors import InputError, PeerError, RowmeshWarning
 from rowmesh.features import empty_like
 from rowmesh.topology import Topology
@@ -68,14 +69,15 @@ class Mesh:
             trace=self.trace,
             debug=debug,
         )
-        self._totals: Channel = self.wire.channel("totals", Lane.CONTROL)
-        self._gathers: Channel = self.wire.channel("gather", Lane.CONTROL)
-        self._uses = {"totals": 0, "gather": 0}
+        self._totals = Totals(self.wire, self.device)
         self._threads = Threads()
+        self._owned: list[dist.ProcessGroup] = []
+        self._forget_end: Callable[[], None] = lambda: None
+        self._process, self._is_closed = os.getpid(), False
         self._samples: tuple[int, int] | None = None
         self._said: set[str] = set()
         self.loops = Loops()
-        self.num_forwards = 0
+        self.num_forwards = self.num_means = 0
 
     @property
     def world(self) -> int:
@@ -97,6 +99,7 @@ class Mesh:
             work: To be run.
             of: The model's channels, or what else tells owners of one name apart.
         """
+        self.wire.check_open()
         return Task(self._threads.submit(owner, work, of=of), owner, self.trace)
 
     @property
@@ -146,8 +149,9 @@ class Mesh:
         Collective:
             None after a forward of a sharded collection, whose counts exchange told B.
             Otherwise, and after a forward of an adopted embedding, whose ids need not be one
-            batch of samples: all ranks, one 8-byte sum of the numbers of losses.
+            batch of samples: all ranks, one `total` of the numbers of losses.
         """
+        self.num_means += 1
         _check_losses(losses, is_mean=is_mean)
         if is_mean:
             if count is not None or self._samples is None:
@@ -167,6 +171,21 @@ class Mesh:
             count = int(self.total(len(losses)))
         return share_of_mean(losses, len(losses), count)
 
+    def check_scaled(self, num_means: int) -> None:
+        """Warn, once, if a backward comes and no `mean` has been called since its forward.
+
+        Args:
+            num_means: That attribute, as it was then.
+        """
+        if self.world > 1 and self.num_means == num_means:
+            self.say_once(
+                f"backward without mesh.mean: gradients are summed over {self.world} ranks, so "
+                f"those of loss.mean() are {self.world} times too large, and samples count "
+                f"unequally where ranks have other numbers of them: call "
+                f"mesh.mean(losses).backward() with one loss per sample; if you scale losses "
+                f"yourself, warnings.filterwarnings('ignore', 'backward without mesh.mean')"
+            )
+
     def total(self, value: float | Tensor, *, edge: str | None = "counts") -> Tensor:
         """The sum of ``value`` over ranks, added in rank order: the same bits everywhere.
 
@@ -174,36 +193,14 @@ class Mesh:
             value: Of this rank.
             edge: The ledger's, or None for what is no part of training.
 
-        Collective:
-            All ranks, with tensors of one shape and dtype.
-        """
-        mine = torch.as_tensor(value, device=self.device).detach()
-        if mine.dtype in (torch.int32, torch.bool):
-            mine = mine.long()
-        flat = mine.reshape(-1).contiguous()
-        found = torch.empty((self.world, flat.numel()), dtype=flat.dtype, device=flat.device)
-        found[self.rank] = flat
-        self._post("totals", [(p, flat) for p in self.peers()], found, edge)
-        result = found[0].clone()
-        for part in found[1:]:
-            result += part
-        return result.view(mine.shape)
+        Raises:
+            InputError: On all ranks, if they bring other dtypes or numbers of elements.
 
-    def _post(
-        self,
-        use: str,
-        sends: list[tuple[int, Tensor]],
-        found: Tensor | list[Tensor],
-        edge: str | None,
-    ) -> None:
-        channel = self._totals if use == "totals" else self._gathers
-        self._uses[use] += 1
-        channel.post(
-            self._uses[use],
-            sends=sends,
-            receives=[(p, found[p]) for p in self.peers()],
-            edge=edge,
-        ).wait()
+        Collective:
+            All ranks, with tensors of one shape and dtype. A rank sends every other one 16 bytes,
+            and what the value has beyond 8.
+        """
+        return self._totals.total(value, edge=edge)
 
     def gather_objects(self, value: Any, *, edge: str | None = "counts") -> list[Any]:
         """``value`` of every rank, in rank order; pickled, so only among one program's ranks.
@@ -215,15 +212,7 @@ class Mesh:
         Collective:
             All ranks.
         """
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        data = data.to(self.device)
-        sizes = torch.zeros(self.world, dtype=torch.int64, device=self.device)
-        sizes[self.rank] = len(data)
-        sizes = self.total(sizes, edge=edge)
-        found = [data.new_empty(int(n)) for n in sizes.tolist()]
-        found[self.rank] = data
-        self._post("gather", [(p, data) for p in self.peers()], found, edge)
-        return [pickle.loads(part.cpu().numpy().tobytes()) for part in found]
+        return self._totals.gather(value, edge=edge)
 
     def batches(self, loader: Iterable[T], *, empty: T | None = None) -> Iterator[T]:
         """The batches of ``loader``; empty ones once it has ended, until every rank's has.
@@ -237,7 +226,7 @@ class Mesh:
                 cannot run those: a batch that it can, whose losses you leave out (`is_stand_in`).
 
         Collective:
-            All ranks iterate; a step that runs no forward costs one 8-byte sum.
+            All ranks iterate; a step that runs no forward costs one `total`.
         """
         iterator = iter(loader)
         batch = last = next(iterator, None)
@@ -264,6 +253,8 @@ class Mesh:
 
     def fail(self, error: BaseException) -> None:
         """Publish ``error`` as the reason of this rank's end; the other ranks will report it."""
+        if self._is_closed or os.getpid() != self._process:
+            return
         if not isinstance(error, PeerError):
             self.loops.explain(error)
             self.bulletin.publish(f"rank {self.rank} failed: {sentence_of(error)}")
@@ -277,10 +268,23 @@ class Mesh:
         self._threads.end()
 
     def close(self) -> None:
-        """Note that this rank ended normally, and wait until peers have what was sent to them."""
+        """Note that this rank ended normally, and wait until peers have what was sent to them.
+
+        What `init_mesh` opened for this mesh is closed: threads, process groups of the lanes,
+        shared memory. The default process group, if it made that, stays until the process ends,
+        for the next mesh. Closing twice is harmless, as is closing in a forked process: nothing
+        happens.
+        """
+        if self._is_closed or os.getpid() != self._process:
+            return
         self.end_threads()
         self.bulletin.leave(self.num_forwards)
         self.wire.close()
+        self._is_closed = True
+        self._forget_end()
+        while self._owned:
+            with contextlib.suppress(ValueError):  # the program has destroyed all groups itself
+                dist.destroy_process_group(self._owned.pop())
 
     def __enter__(self) -> "Mesh":
         return self
@@ -353,7 +357,8 @@ def init_mesh(
     if not dist.is_initialized() and "WORLD_SIZE" not in os.environ:
         return Mesh(topology=Topology(), rank=0, lanes={}, device=device, debug=debug)
     timeout = timedelta(seconds=timeout_s)
-    if not dist.is_initialized():
+    owns_default = not dist.is_initialized()
+    if owns_default:
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timeout)
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -374,7 +379,10 @@ def init_mesh(
         debug=debug,
         keeps_store=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
     )
-    watch_end(mesh.bulletin, rank=rank, fail=mesh.fail, close=mesh.close)
+    mesh._owned = list(lanes.values())
+    mesh._forget_end = watch_end(
+        mesh.bulletin, rank=rank, fail=mesh.fail, close=mesh.close, owns_default=owns_default
+    )
     if mesh.topology.local > 1:
         mesh.wire.segment = open_segment(
             functools.partial(mesh.gather_objects, edge=None),

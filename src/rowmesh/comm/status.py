@@ -6,6 +6,7 @@ process ends; ranks that then lose the connection look there first.
 """
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 
@@ -41,8 +42,14 @@ class Bulletin:
     """
 
     def __init__(self, store: Store | None, rank: int, *, is_keeper: bool = False) -> None:
-        self._store, self._rank, self._is_keeper = store, rank, is_keeper
+        self._shared, self._rank, self._is_keeper = store, rank, is_keeper
+        self._process = os.getpid()
         self.is_explaining = False
+
+    @property
+    def _store(self) -> Store | None:
+        """None in a forked process: it would speak in its parent's name, on one connection."""
+        return self._shared if os.getpid() == self._process else None
 
     def post_input_error(self, key: str, error: RowmeshError) -> None:
         """Leave this rank's complaint about its input at step ``key``."""

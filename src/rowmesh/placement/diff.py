@@ -10,7 +10,7 @@ from rowmesh.placement.memory import bytes_per_rank
 from rowmesh.placement.plan import Plan, Predicted, TablePlan
 from rowmesh.placement.text import shorten
 
-__all__ = ["Change", "PlanDiff", "diff_plans"]
+__all__ = ["Change", "PlanDiff", "describe_plan", "diff_plans"]
 
 _GIB = float(1 << 30)
 
@@ -80,6 +80,19 @@ def diff_plans(before: Plan, after: Plan) -> PlanDiff:
         predicted=(before.predicted, after.predicted),
         num_tables=len(names),
     )
+
+
+def describe_plan(plan: Plan) -> dict[str, str]:
+    """Every setting of a plan in words, by what it is called in a sentence.
+
+    What is predicted of it, what follows from them, and why it was chosen, are no settings.
+    """
+    settings = _settings(plan)
+    del settings["exactness"]
+    found = {f"the plan's {what}": value for what, value in settings.items()}
+    for table in sorted(plan.tables, key=lambda table: table.name):
+        found |= {f"table {table.name!r}: its {k}": v for k, v in _describe(table).items()}
+    return found
 
 
 def _changes(

@@ -23,6 +23,7 @@ from rowmesh.stats import Stats
 from rowmesh.tables import (
     PoolingType,
     TableConfig,
+    check_unsharded,
     dense_parameters,
     dtype_name,
     is_trainable,
@@ -99,8 +100,10 @@ def make_plan(
 
     Raises:
         InputError: If a word or a constrained table is unknown, or a table has no statistics.
-        PlanError: If no placement obeys the constraints, or fits the memory of the ranks.
+        PlanError: If no placement obeys the constraints, or fits the memory of the ranks; or the
+            model is sharded already.
     """
+    check_unsharded(model, "rm.make_plan")
     warn_of_plain(model)
     configs = [c for _, _, members in named_collections(model) for c in members]
     tables, dense = blank_tables(model)

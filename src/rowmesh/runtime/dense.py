@@ -5,6 +5,7 @@ other ranks; then it becomes the sum (`rowmesh.runtime.ring`).
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -190,6 +191,8 @@ class DenseBuckets:
     Attributes:
         is_held: Whether more than one backward may come before the step: then buckets leave in the
             step, else with the backward that completes them. The same on all ranks.
+        mesh: Of the model.
+        has_optimizer: Whether an optimiser takes the sums.
     """
 
     def __init__(
@@ -204,8 +207,8 @@ class DenseBuckets:
     ) -> None:
         self.parameters = list(parameters)
         self.is_held: Callable[[], bool] = lambda: False
-        self._is_active = False
-        self._mesh, self._span, self._pool = mesh, span, ChannelPool(mesh.wire)
+        self._is_active = self.has_optimizer = False
+        self.mesh, self._span, self._pool = mesh, span, ChannelPool(mesh.wire)
         self._codecs = codecs
         self._buckets: list[_Bucket] = []
         self._members: list[list[nn.Parameter]] = []
@@ -215,7 +218,7 @@ class DenseBuckets:
         self._members = [[parameters[i] for i in bucket] for bucket in bucket_parameters(sizes)]
         for number, chosen in enumerate(self._members):
             for parameter in chosen:
-                parameter.register_post_accumulate_grad_hook(lambda p, n=number: self._ready(n, p))
+                parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), number))
         self.set_riders(riders, own)
 
     def set_riders(self, riders: Sequence[Rider], own: Sequence[Rider]) -> None:
@@ -224,7 +227,7 @@ class DenseBuckets:
         Collective:
             All ranks, between steps.
         """
-        if self._mesh.world == 1:
+        if self.mesh.world == 1:
             return
         loads: list[tuple[list[nn.Parameter], Sequence[Rider]]] = [(m, ()) for m in self._members]
         if loads:
@@ -236,7 +239,7 @@ class DenseBuckets:
         self._buckets = []
         for number, (chosen, aboard) in enumerate(loads):
             bucket = _Bucket(
-                chosen, aboard, self._mesh, number, self._span, self._pool, self._codecs
+                chosen, aboard, self.mesh, number, self._span, self._pool, self._codecs
             )
             self._buckets.append(bucket)
             for rider in aboard:
@@ -306,13 +309,28 @@ class DenseBuckets:
         self._is_active = False
 
 
+def _hook(buckets: "weakref.ref[DenseBuckets]", number: int) -> Callable[[Tensor], None]:
+    """Tells the buckets that a parameter of one of them has its gradient.
+
+    Weakly: the collector does not look into hooks, and would never free a model that was dropped.
+    """
+
+    def ready(parameter: Tensor) -> None:
+        found = buckets()
+        if found is not None:
+            found._ready(number, parameter)
+
+    return ready
+
+
 def broadcast_dense(tensors: Sequence[Tensor], mesh: Mesh) -> None:
     """Copy rank 0's dense parameters and buffers to all ranks.
 
     Collective:
         All ranks.
     """
-    channel = mesh.wire.channel("dense broadcast", Lane.ROWS)
+    pool = ChannelPool(mesh.wire)
+    channel = pool.channel("dense broadcast", Lane.ROWS)
     for sequence, tensor in enumerate(tensors):
         data = tensor.detach().contiguous()
         first = mesh.rank == 0

@@ -21,6 +21,7 @@ from rowmesh.runtime.copies import CopyRider
 from rowmesh.runtime.fetch import BAD_INPUT, LAST_BATCH, TRAINING, Fetch
 from rowmesh.runtime.fetches import Fetches
 from rowmesh.runtime.following import Rest
+from rowmesh.runtime.history import History
 from rowmesh.runtime.look_ahead import LookAhead, version_of
 from rowmesh.runtime.lookup import Lookup
 from rowmesh.runtime.outputs import join_columns
@@ -57,11 +58,11 @@ class ShardedEngine:
         self.mesh, self.span, self.codecs = mesh, span, codecs
         self.tickets: list[Ticket] = []
         self.is_accumulating = False
+        self.history = History()  # the optimiser's
         self.on_all_sent: Callable[[], None] | None = None
         self.anchor = torch.zeros((), device=mesh.device, requires_grad=True)
         self._number, self._num_trained = 0, 0
         self.pool = ChannelPool(mesh.wire)
-        self.exports = mesh.wire.channel(f"export of {path}", Lane.ROWS)
         self.num_exports = 0
         self.replicas: Together | None = None
         self.rest = Rest(mesh)
@@ -85,6 +86,7 @@ class ShardedEngine:
         self.stacks = list(stacks)
         self.pool.begin_anew()
         path, mesh, channel = self.path, self.mesh, self.pool.channel
+        self.exports = channel(f"export of {path}", Lane.ROWS)
         wide = any(max(s.layout.asked_slots) >= 1 << 31 for s in stacks)
         self.id_dtype = torch.int64 if wide else torch.int32
         self._scratch = Scratch(mesh.device)
@@ -135,7 +137,8 @@ class ShardedEngine:
 
         Raises:
             InputError: On all ranks, if the input of any rank is wrong.
-            StepError: On all ranks, if a rank's last gradients have not been used or dropped.
+            StepError: On all ranks, if a rank's last gradients have not been used or dropped, or
+                not as on the other ranks.
 
         Collective:
             All ranks; in a training forward (gradients enabled, a trainable table) all again in
@@ -273,6 +276,7 @@ class ShardedEngine:
                 asked=fetch.asked,
                 relayed=fetch.relayed,
                 merged=fetch.merged,
+                num_means=self.mesh.num_means,
                 is_marked=fetch.under_way is not None,
             )
             self.tickets.append(ticket)
@@ -288,6 +292,7 @@ class ShardedEngine:
         place = next(p for p in itertools.count() if p not in taken)
         self.fetches.end_sends(place)
         status = (LAST_BATCH if is_last else 0) | (TRAINING if torch.is_grad_enabled() else 0)
+        status |= self.history.status
         with self.mesh.trace.phase("route"):
             checked, routes, error = self._prepare(features, is_ahead=is_ahead)
         late: frozenset[int] = frozenset()
@@ -356,6 +361,7 @@ class ShardedEngine:
                 f"ranks {training} run a training forward of {self.path!r}, the others evaluate: "
                 f"torch.no_grad() must be on for all ranks or for none"
             )
+        self.history.check([row[0] for row in counts], self.mesh)
         samples = fetch.features.stride(), sum(row[1] for row in counts)
         self.mesh.saw_counts(
             samples=samples if self.takes_batch else None,
@@ -370,6 +376,7 @@ class ShardedEngine:
             All ranks, once for every ticket.
         """
         ticket.check_backward(self.tickets, self.path)
+        self.mesh.check_scaled(ticket.num_means)
         channels = zip(self._backward, self._copied, self._shared, strict=True)
         for i, (stack, grad, used) in enumerate(zip(self.stacks, grads, channels, strict=True)):
             if stack.layout.trainable:  # frozen tables send nothing back

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rowmesh.comm.agreement import agree
 from rowmesh.errors import InputError, did_you_mean
+from rowmesh.runtime.alike import sample_digest
 from rowmesh.runtime.embeddings import sharded_engines
 from rowmesh.runtime.export import dense_tensors
 from rowmesh.runtime.fit import Fit, Rename, fit_tensors, named_tensors, plain_tensor
@@ -61,19 +62,23 @@ def load_full_state_dict(
     targets = dense_tensors(model) | {k: _blank(t) for t in tables for k in t.keys}
     found: dict[str, Tensor] = {}
     fit, complaint = None, None
+    digests: dict[str, str] = {}
     if is_file or mesh is None or mesh.rank == 0:
         try:
             given = _given(state_dict)
             found = named_tensors(given, targets=targets, tables=tables, rename=rename)
             fit = fit_tensors(found, targets, strict=strict, convert=convert)
             _check_memory(model, fit)
+            if is_file and mesh is not None and mesh.world > 1:
+                digests = {key: sample_digest(found[key]) for key in fit.loaded if key in found}
         except InputError as error:
             complaint = error
-    notes = agree(mesh, (is_file, fit), complaint)
+    notes = agree(mesh, (is_file, fit, digests), complaint)
     fit = notes[0][1]
     assert fit is not None
-    if is_file != notes[0][0] or any(kind and theirs != fit for kind, theirs in notes):
+    if any(kind != notes[0][0] or (kind and theirs != fit) for kind, theirs, _ in notes):
         raise InputError("all ranks must load the same file, or tensors that rank 0 has")
+    _check_alike([theirs for _, _, theirs in notes])
     _set_dense(model, found, fit, spread=not is_file)
     for table in tables:
         key = next((k for k in table.keys if k in fit.loaded), None)
@@ -81,6 +86,21 @@ def load_full_state_dict(
             count = table.config.num_embeddings
             set_rows(table, found.get(key), None, count=count, spread=not is_file)
     return fit
+
+
+def _check_alike(digests: Sequence[Mapping[str, str]]) -> None:
+    """Raise if what ranks have read is not from one file.
+
+    Args:
+        digests: Of every rank, by key.
+    """
+    for rank, theirs in enumerate(digests):
+        for key, digest in theirs.items():
+            if digest != digests[0][key]:
+                raise InputError(
+                    f"all ranks must load the same file, but {key!r} on rank {rank} has other "
+                    f"values than on rank 0: copy rank 0's file, or give rank 0's tensors"
+                )
 
 
 def _given(state_dict: Any) -> Mapping[str, Any]:
@@ -166,10 +186,12 @@ def load_pretrained(
     except InputError as error:
         complaint = error
     count = None if values is None else len(values)
-    notes = agree(mesh, (is_file, count, ids), complaint)
-    _, count, ids = notes[0]
-    if any(kind != notes[0][0] or (kind and n != count) for kind, n, _ in notes):
+    digest = {table: sample_digest(values)} if is_file and values is not None else {}
+    notes = agree(mesh, (is_file, count, ids, digest), complaint)
+    _, count, ids, _ = notes[0]
+    if any(kind != notes[0][0] or (kind and n != count) for kind, n, *_ in notes):
         raise InputError("all ranks must load the same file, or vectors that rank 0 has")
+    _check_alike([theirs for *_, theirs in notes])
     assert count is not None
     set_rows(tables[table], values, ids, count=count, spread=not is_file)
     if trainable is not None and tables[table].engine is None:

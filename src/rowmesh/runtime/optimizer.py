@@ -10,16 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rowmesh.comm.agreement import agree_on, attempt
 from rowmesh.errors import InputError, StepError
 from rowmesh.optim import SGD, MomentumScaledRowwiseAdagrad, RowwiseAdagrad, UpdateRule
+from rowmesh.optim.given import check_rule, make_dense
 from rowmesh.optim.groups import rule_apart
 from rowmesh.placement import Plan
+from rowmesh.runtime.alike import optimizer_parts
 from rowmesh.runtime.dense import DenseBuckets
 from rowmesh.runtime.embeddings import ShardedEngine, sharded_engines
 from rowmesh.runtime.gradients import RowGradient, SparseGradients
+from rowmesh.runtime.history import History
 from rowmesh.runtime.replicas import Replicas
 from rowmesh.runtime.squares import ColumnSquares
-from rowmesh.trace import Recorder
 
 __all__ = ["Optimizer"]
 
@@ -35,6 +38,14 @@ class Optimizer(torch.optim.Optimizer):
         dense: Makes the optimiser of the dense parameters, e.g. ``torch.optim.Adagrad`` or
             ``functools.partial(torch.optim.Adam, lr=1e-3)``.
         sparse: The rule for table rows, e.g. ``rm.RowwiseAdagrad(lr=0.05)``.
+
+    Raises:
+        InputError: On all ranks, if the model is not sharded or has an optimiser, or ``dense`` or
+            ``sparse`` is something else.
+        PlanError: On all ranks, if ranks have other rules, rates or settings.
+
+    Collective:
+        All ranks.
     """
 
     def __init__(
@@ -44,24 +55,21 @@ class Optimizer(torch.optim.Optimizer):
         dense: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
         sparse: UpdateRule,
     ) -> None:
-        buckets = getattr(model, "_rowmesh_dense", None)
-        if not isinstance(buckets, DenseBuckets):
-            raise InputError("rm.Optimizer takes a sharded model: call rm.shard(model, plan, mesh)")
-        self._engines: list[ShardedEngine] = sharded_engines(model)
-        if any(engine.on_all_sent is not None for engine in self._engines):
-            raise InputError("this model has an rm.Optimizer already: one steps all its tables")
-        self._mesh = self._engines[0].mesh if self._engines else None
-        self._trace = self._mesh.trace if self._mesh is not None else Recorder()
-        self._rule, self._buckets = sparse, buckets
+        buckets = _buckets_of(model)
         plan: Plan = model._rowmesh_plan  # type: ignore[assignment]
-        self._sync = plan.sync
-        if plan.has_replicas and self._sync.mode == "moments-first" and not _is_rowwise(sparse):
-            raise InputError(
-                f"sync 'moments-first' sums the squares of rows: it goes with row-wise AdaGrad "
-                f"or SGD, not with {type(sparse).__name__}; use 'gradients' or 'weights'"
-            )
+        self._mesh, self._trace = buckets.mesh, buckets.mesh.trace
+        made, problem = attempt(lambda: _make(buckets, plan, dense, sparse))
+        parts = None if made is None else optimizer_parts(sparse, made[0])
+        way_out = "give rm.Optimizer the same rules and rates on all ranks"
+        agree_on(self._mesh, parts, problem, way_out=way_out, value=None)
+        assert made is not None
+        (self.dense,), buckets.has_optimizer = made, True
+        self._engines: list[ShardedEngine] = sharded_engines(model)
+        self._rule, self._buckets, self._sync = sparse, buckets, plan.sync
+        self._history = History()
         self._pending: list[list[RowGradient]] | None = None
         for engine in self._engines:
+            engine.history = self._history
             for stack in engine.stacks:
                 if stack.layout.trainable:
                     for weight, state in (
@@ -72,7 +80,6 @@ class Optimizer(torch.optim.Optimizer):
         self._is_accumulating = False
         buckets.is_held = self._may_get_more
         self.attach()
-        self.dense = dense(buckets.parameters) if buckets.parameters else None
         group = {"params": [], "lr": sparse.lr, "name": "sparse"}
         super().__init__([{**group, "params": [nn.Parameter(torch.zeros(0))]}], {"lr": sparse.lr})
         sparse_group = self.param_groups[0] | {"params": []}
@@ -132,6 +139,7 @@ class Optimizer(torch.optim.Optimizer):
                 self.dense.step()
                 self.dense.zero_grad(set_to_none=True)
         self._pending = None
+        self._history.step(self.param_groups)
 
     def _step_rows(self, number: int, parts: list[RowGradient], lr: float) -> None:
         """One step of an engine's rows."""
@@ -206,8 +214,7 @@ class Optimizer(torch.optim.Optimizer):
         for part in pending:
             norm = part.grad[part.own].double().square().sum()
             squares += part.share * norm.to(squares.device)
-        if self._mesh is not None:
-            squares = self._mesh.total(squares.to(self._mesh.device))
+        squares = self._mesh.total(squares.to(self._mesh.device))
         for grad in grads:
             squares = squares + grad.double().square().sum()
         norm = squares.sqrt().float()
@@ -219,6 +226,8 @@ class Optimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of all backwards that have run since the last step."""
         is_active = any(sparse.has_tickets for sparse in self._sparse)
+        if is_active or self.has_gradients:
+            self._history.drop()
         for sparse in self._sparse:
             sparse.discard()
         for engine in self._engines:
@@ -335,6 +344,33 @@ class Optimizer(torch.optim.Optimizer):
             for parts, sparse in zip(self._pending, self._sparse, strict=True):
                 parts += sparse.dense_sums()
         return self._pending
+
+
+def _buckets_of(model: nn.Module) -> DenseBuckets:
+    """Of a sharded model."""
+    found = {path: getattr(m, "_rowmesh_dense", None) for path, m in model.named_modules()}
+    buckets = found.pop("", None)
+    if isinstance(buckets, DenseBuckets):
+        return buckets
+    inner = next((path for path, b in found.items() if isinstance(b, DenseBuckets)), None)
+    if inner is not None:
+        raise InputError(f"rm.Optimizer takes the model that was sharded: give it .{inner}")
+    raise InputError("rm.Optimizer takes a sharded model: call rm.shard(model, plan, mesh)")
+
+
+def _make(
+    buckets: DenseBuckets, plan: Plan, dense: Any, sparse: Any
+) -> tuple[torch.optim.Optimizer | None]:
+    """The optimiser of the layers, if all that was given is right."""
+    if buckets.has_optimizer:
+        raise InputError("this model has an rm.Optimizer already: one steps all its tables")
+    check_rule(sparse)
+    if plan.has_replicas and plan.sync.mode == "moments-first" and not _is_rowwise(sparse):
+        raise InputError(
+            f"sync 'moments-first' sums the squares of rows: it goes with row-wise AdaGrad "
+            f"or SGD, not with {type(sparse).__name__}; use 'gradients' or 'weights'"
+        )
+    return (make_dense(dense, buckets.parameters),)
 
 
 def _is_rowwise(rule: UpdateRule) -> bool:

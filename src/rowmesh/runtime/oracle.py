@@ -21,11 +21,12 @@ from rowmesh.nn.init import fill_table
 from rowmesh.nn.kernels import coalesce
 from rowmesh.nn.local import LocalEngine, Sink
 from rowmesh.optim import UpdateRule
+from rowmesh.optim.given import check_rule, make_dense
 from rowmesh.optim.groups import mean_of_groups, rule_apart
 from rowmesh.optim.squares import mean_squares
 from rowmesh.placement import Copies, Groups, Plan, Sync, hot_ids
 from rowmesh.runtime.adopt import adopt_collections
-from rowmesh.tables import dense_parameters, named_collections
+from rowmesh.tables import check_unsharded, dense_parameters, named_collections
 
 __all__ = ["Loss", "Oracle", "materialise", "run_model"]
 
@@ -105,14 +106,15 @@ class Oracle:
         loss: Loss | None = None,
         is_mean: bool = False,
     ) -> None:
+        check_unsharded(model, "rm.Oracle")
         self._loss = loss or run_model
         self._is_mean = is_mean
         self._num_samples: int | None = None  # of the last forward of a collection
         self._span = span if plan is None else plan.span
         self.model = materialise(adopt_collections(model))
-        self.rule = sparse
+        self.rule = check_rule(sparse)
         self.parameters = [p for p in dense_parameters(self.model) if p.requires_grad]
-        self.dense = dense(self.parameters) if self.parameters else None
+        self.dense = make_dense(dense, self.parameters)
         self._arrived: list[_Arrival] = []
         self._part, self._forwards, self._num_steps = 0, 0, 0
         self._apart: dict[str, list[Tensor]] = {}  # rows that groups stepped since the last sync

@@ -1,20 +1,23 @@
 """`change_tiers`: other hot rows for a sharded model, between two steps."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from rowmesh.comm.agreement import agree_on, attempt
 from rowmesh.errors import PlanError, StepError
 from rowmesh.nn.collections import Collection
 from rowmesh.placement import Plan
+from rowmesh.placement.diff import describe_plan
 from rowmesh.runtime.copies import make_riders, refresh_copies, refresh_homes
 from rowmesh.runtime.dense import DenseBuckets
 from rowmesh.runtime.embeddings import ShardedEngine, sharded_engines
 from rowmesh.runtime.optimizer import Optimizer
 from rowmesh.runtime.places import DENSE_SUMS
 from rowmesh.runtime.regions import Place
-from rowmesh.runtime.shard import check_executable, make_stack
+from rowmesh.runtime.shard import ONE_PLAN, check_executable, make_stack
 from rowmesh.runtime.stacks import lay_out
 from rowmesh.runtime.tickets import Stack
 
@@ -34,26 +37,19 @@ def change_tiers(model: nn.Module, plan: Plan, *, optimizer: Optimizer) -> None:
         optimizer: The model's.
 
     Raises:
-        PlanError: If the plan differs in more than hot rows, or is invalid.
-        StepError: If gradients wait for a step.
+        PlanError: On all ranks, if the plan differs in more than hot rows, is invalid, or is not
+            the same on all ranks.
+        StepError: On all ranks, if gradients wait for a step.
 
     Collective:
         All ranks, with the same plan.
     """
-    plan.validate()
-    before: Plan | None = getattr(model, "_rowmesh_plan", None)
     buckets = getattr(model, "_rowmesh_dense", None)
-    if before is None or not isinstance(buckets, DenseBuckets):
+    if not isinstance(buckets, DenseBuckets):
         raise PlanError("change_tiers takes a sharded model: call rm.shard(model, plan, mesh)")
-    if _without_hot_rows(before) != _without_hot_rows(plan):
-        raise PlanError("the plan differs from the model's in more than hot rows: shard it anew")
-    check_executable(plan)
     engines = sharded_engines(model)
-    if optimizer.has_gradients or any(engine.tickets for engine in engines):
-        raise StepError(
-            "tiers change between steps: a forward or its gradients wait, so run backward and "
-            "opt.step() first"
-        )
+    parts, problem = attempt(lambda: _check(model, engines, plan, optimizer))
+    agree_on(buckets.mesh, parts, problem, way_out=ONE_PLAN, value=None)
     collections = [m for m in model.modules() if vars(m).get("engine") in engines]
     for module, engine in zip(collections, engines, strict=True):
         assert isinstance(module, Collection)
@@ -75,6 +71,23 @@ def change_tiers(model: nn.Module, plan: Plan, *, optimizer: Optimizer) -> None:
     for engine in engines:
         refresh_copies(engine)
     model._rowmesh_plan = plan  # type: ignore[assignment]
+
+
+def _check(
+    model: nn.Module, engines: Sequence[ShardedEngine], plan: Plan, optimizer: Optimizer
+) -> dict[str, str]:
+    """The plan in words, if tiers can change to it now."""
+    plan.validate()
+    before: Plan = model._rowmesh_plan  # type: ignore[assignment]
+    if _without_hot_rows(before) != _without_hot_rows(plan):
+        raise PlanError("the plan differs from the model's in more than hot rows: shard it anew")
+    check_executable(plan)
+    if optimizer.has_gradients or any(engine.tickets for engine in engines):
+        raise StepError(
+            "tiers change between steps: a forward or its gradients wait, so run backward and "
+            "opt.step() first"
+        )
+    return describe_plan(plan)
 
 
 def _without_hot_rows(plan: Plan) -> Plan:

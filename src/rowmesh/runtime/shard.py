@@ -2,12 +2,12 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from rowmesh.comm.agreement import agree, attempt
+from rowmesh.comm.agreement import agree, agree_on, attempt
 from rowmesh.comm.codecs import Codecs, make_codecs
 from rowmesh.comm.mesh import Mesh
 from rowmesh.errors import NotExecutable, PlanError, did_you_mean
@@ -17,12 +17,13 @@ from rowmesh.placement import Copies, Groups, Plan, TablePlan, hot_ids
 from rowmesh.placement.codecs import GRADIENT_EDGES, WIRE_CODECS, wire_form
 from rowmesh.placement.dense import bucket_elements
 from rowmesh.runtime.adopt import adopt_collections
+from rowmesh.runtime.alike import Origin, model_parts, table_origins, tables_to_spread
 from rowmesh.runtime.copies import make_riders
 from rowmesh.runtime.dense import DenseBuckets, broadcast_dense
 from rowmesh.runtime.embeddings import ShardedEngine, sharded_engines
 from rowmesh.runtime.importing import set_rows
 from rowmesh.runtime.places import DENSE_SUMS, Region
-from rowmesh.runtime.regions import named_tables
+from rowmesh.runtime.regions import NamedTable, named_tables
 from rowmesh.runtime.stacks import StackLayout, lay_out
 from rowmesh.runtime.state_dicts import hook_state_dicts
 from rowmesh.runtime.tickets import Stack
@@ -30,6 +31,7 @@ from rowmesh.storage import allocate_rows
 from rowmesh.tables import (
     BYTES_OF,
     TableConfig,
+    check_unsharded,
     dense_parameters,
     dtype_name,
     is_trainable,
@@ -38,7 +40,12 @@ from rowmesh.tables import (
     warn_of_plain,
 )
 
-__all__ = ["check_executable", "make_stack", "shard"]
+__all__ = ["ONE_PLAN", "check_executable", "make_stack", "shard"]
+
+ONE_PLAN: Final = (
+    "build the same model on all ranks, make the plan on rank 0 and send it "
+    "(plan = mesh.gather_objects(plan)[0]), or make it from the same statistics"
+)
 
 
 def shard(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
@@ -46,7 +53,9 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
 
     Every collection keeps its place and type but looks up rows on the mesh; its tables leave
     ``model.parameters()``. Tables on ``meta`` are made here, each rank just its rows; tables
-    with values are sliced one by one and freed. Dense parameters are copied from rank 0.
+    with values are sliced one by one and freed. Where ranks have other values than rank 0, its
+    values count: dense parameters are copied from there, and of such a table each rank's rows.
+    Models dropped before are collected, and their channels given back to the mesh.
 
     Args:
         model: Single-device model whose collections are rowmesh's or TorchRec's.
@@ -57,15 +66,52 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
         ``model``.
 
     Raises:
-        PlanError: If the plan is invalid, or for another model or mesh.
+        PlanError: On all ranks, if the plan is invalid, for another model or mesh, or not the same
+            on all ranks; or if their models differ in more than values.
         NotExecutable: If the plan is valid but asks for something not built yet.
 
     Collective:
         All ranks, with the same model and plan.
     """
+    mesh.wire.numbers.take_back(functools.partial(mesh.gather_objects, edge=None))
+    found, problem = attempt(lambda: _prepare(model, plan, mesh))
+    parts, origins = found or (None, {})
+    everyone = agree_on(mesh, parts, problem, way_out=ONE_PLAN, value=origins)
+    spread = tables_to_spread(everyone)
+    dense = dense_parameters(model)
+    trainable = [p for p in dense if p.requires_grad]
+    codecs = make_codecs(wire_form(plan))
+    collections = list(named_collections(model))
+    to_make = _made_whole(collections) - spread
+    for path, module, configs in collections:
+        tables = module.table_modules()
+        given = {
+            i: tables[c.name].weight.detach() if mesh.rank == 0 else None
+            for i, c in enumerate(configs)
+            if c.name in spread
+        }
+        plans = [plan.table(c.name) for c in configs]
+        groups = [plan.groups(table) for table in plans]
+        module.engine = _make_engine(path, module, plans, groups, mesh, plan.span, codecs)
+        for i in list(given):
+            table = NamedTable(keys=(), collection=module, index=i, config=configs[i])
+            set_rows(table, given.pop(i), None, count=configs[i].num_embeddings, spread=True)
+    _run_init_fns(model, mesh, to_make)
+    if mesh.world > 1:
+        broadcast_dense([*dense, *model.buffers()], mesh)
+    engines = sharded_engines(model)
+    own, riders = ([r for e in engines for r in make_riders(e, sums)] for sums in DENSE_SUMS)
+    buckets = DenseBuckets(trainable, mesh, plan.span, riders=riders, own=own, codecs=codecs)
+    model._rowmesh_dense = buckets  # type: ignore[assignment]
+    model._rowmesh_plan = plan  # type: ignore[assignment]
+    hook_state_dicts(model)
+    return model
+
+
+def _prepare(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[dict[str, str], dict[str, Origin]]:
+    """Make collections ours; what ranks must be alike in, and whence tables have their values."""
     plan.validate()
-    if hasattr(model, "_rowmesh_dense"):
-        raise PlanError("this model is sharded already: build a new one to shard it differently")
+    check_unsharded(model, "rm.shard")
     if plan.fingerprint != mesh.topology.fingerprint():
         raise PlanError(
             f"the plan is for {plan.mesh.hosts} hosts x {plan.mesh.local} ranks, but the mesh has "
@@ -73,10 +119,8 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
         )
     check_executable(plan)
     warn_of_plain(model, is_first=mesh.rank == 0)
-    collections = list(named_collections(model))
-    _check_tables(plan, collections)
-    dense = dense_parameters(model)
-    trainable = [p for p in dense if p.requires_grad]
+    _check_tables(plan, list(named_collections(model)))
+    trainable = [p for p in dense_parameters(model) if p.requires_grad]
     if wide := {p.dtype for p in trainable} - set(BYTES_OF):
         raise NotExecutable(
             f"dense parameters of {sorted(map(str, wide))}: gradients are summed in fp32; convert "
@@ -88,22 +132,7 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
             f"{sum(bucket_elements([p.numel() for p in trainable]))}: make a plan for this model"
         )
     adopt_collections(model)  # the last check; from here on the model changes
-    codecs = make_codecs(wire_form(plan))
-    to_make = _made_whole(collections)
-    for path, module, configs in collections:
-        plans = [plan.table(c.name) for c in configs]
-        groups = [plan.groups(table) for table in plans]
-        module.engine = _make_engine(path, module, plans, groups, mesh, plan.span, codecs)
-    _run_init_fns(model, mesh, to_make)
-    if mesh.world > 1:
-        broadcast_dense([*dense, *model.buffers()], mesh)
-    engines = sharded_engines(model)
-    own, riders = ([r for e in engines for r in make_riders(e, sums)] for sums in DENSE_SUMS)
-    buckets = DenseBuckets(trainable, mesh, plan.span, riders=riders, own=own, codecs=codecs)
-    model._rowmesh_dense = buckets  # type: ignore[assignment]
-    model._rowmesh_plan = plan  # type: ignore[assignment]
-    hook_state_dicts(model)
-    return model
+    return model_parts(model, plan), table_origins(model) if mesh.world > 1 else {}
 
 
 def check_executable(plan: Plan) -> None:
@@ -211,17 +240,17 @@ def _make_engine(
     )
 
 
-def _made_whole(collections: Sequence[tuple[str, Collection, list[TableConfig]]]) -> list[str]:
+def _made_whole(collections: Sequence[tuple[str, Collection, list[TableConfig]]]) -> set[str]:
     """Tables on ``meta`` whose ``init_fn`` makes them."""
-    return [
+    return {
         config.name
         for _, module, configs in collections
         for config in configs
         if config.init_fn is not None and module.table_modules()[config.name].weight.is_meta
-    ]
+    }
 
 
-def _run_init_fns(model: nn.Module, mesh: Mesh, names: Sequence[str]) -> None:
+def _run_init_fns(model: nn.Module, mesh: Mesh, names: set[str]) -> None:
     """Make these tables on rank 0, one at a time, and give every rank its rows.
 
     On one rank only: an ``init_fn`` may draw from what is not alike on all ranks.

@@ -112,6 +112,7 @@ class Ticket:
         asked: ``[stack][source]``, what every rank asked of this one.
         relayed: By stack, what this rank fetched for others.
         merged: By stack, what it asked for its host.
+        num_means: `Mesh.num_means` at that time.
         is_marked: Look-ahead knows its rows.
         is_sent: Its backward has run.
         home: Gradients of home rows; the thread that steps waits for them.
@@ -127,6 +128,7 @@ class Ticket:
     asked: list[Sequence[Request]]
     relayed: dict[int, Relayed]
     merged: dict[int, Merged]
+    num_means: int = 0
     is_marked: bool = False
     is_sent: bool = False
     home: Arrivals = field(default_factory=Arrivals)

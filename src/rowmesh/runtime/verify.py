@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rowmesh.comm.mesh import Mesh
 from rowmesh.comm.status import sentence_of
-from rowmesh.errors import PlanError, RowmeshError
+from rowmesh.errors import InputError, PlanError, RowmeshError
 from rowmesh.optim import UpdateRule
 from rowmesh.placement import Exactness, Plan, Sync
 from rowmesh.runtime.export import full_sparse_state, full_state_dict
@@ -111,6 +111,11 @@ def verify(
     Collective:
         All ranks. The oracle holds the whole model in rank 0's memory.
     """
+    if isinstance(make_model, nn.Module):
+        raise InputError(
+            "rm.verify takes a function that builds the model anew, as lambda: Model(), not a "
+            "model: it trains one on all ranks and another in one process"
+        )
     if plan.exactness not in (Exactness.E0, Exactness.E1, Exactness.E2):
         raise PlanError(
             f"verify compares E0, E1 and E2 plans; this one is {plan.exactness}: leave out its "

@@ -6,7 +6,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from rowmesh.comm.exchange import Handle, Lane
+from rowmesh.comm.exchange import ChannelPool, Handle, Lane
 from rowmesh.comm.mesh import Mesh
 from rowmesh.topology import Link
 
@@ -59,7 +59,8 @@ class Tally:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._channel = mesh.wire.channel("tally", Lane.CONTROL)
+        self._pool = ChannelPool(mesh.wire)
+        self._channel = self._pool.channel("tally", Lane.CONTROL)
         self._size = _HEADER + len(_EDGES) * len(_LINKS)
         self._before: dict[str, dict[str, int]] = {}
         self._open: tuple[Handle, Tensor, int, float, float] | None = None

@@ -7,7 +7,7 @@ from typing import Final, Literal
 
 import torch
 
-from rowmesh.comm.exchange import Channel, Lane
+from rowmesh.comm.exchange import Channel, ChannelPool, Lane
 from rowmesh.comm.mesh import Mesh
 from rowmesh.topology import Topology
 from rowmesh.train.calibrate.clock import now
@@ -87,7 +87,8 @@ class _Exchange:
 
     def __init__(self, mesh: Mesh, peers: Sequence[int]) -> None:
         self._mesh, self._peers, self._sequence = mesh, list(peers), 0
-        self._channel: Channel = mesh.wire.channel("calibration", Lane.ROWS)
+        self._pool = ChannelPool(mesh.wire)
+        self._channel: Channel = self._pool.channel("calibration", Lane.ROWS)
 
     def seconds(self, size: int, *, repeats: int) -> float:
         """Median over repeats of the slowest rank's time, the same on all ranks."""
