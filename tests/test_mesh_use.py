@@ -188,7 +188,9 @@ def test_a_forked_child_does_not_speak_for_its_parent() -> None:
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors in /proc")
-@pytest.mark.parametrize("how", ["shared", "gloo", "given"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("shared", marks=pytest.mark.nightly), "gloo", "given"]
+)
 def test_meshes_opened_and_closed_again_leave_no_descriptors_or_threads(
     how: str, tmp_path: Path
 ) -> None:
