@@ -73,9 +73,9 @@ def batch(rank: int, step: int) -> rm.KeyedJaggedTensor:
     def ids(first: int) -> Tensor:
         return (torch.tensor([3, 3, 5, 1, 7, 0, 3, 2]) + first + step + rank) % NUM_ROWS
 
-    jagged = rm.JaggedTensor(ids(0), torch.tensor([3, 0, 5]))
+    jagged = rm.JaggedTensor(ids(0), lengths=torch.tensor([3, 0, 5]))
     return rm.KeyedJaggedTensor.from_dict(
-        {"x": jagged, "y": rm.JaggedTensor(ids(1)[:3], torch.ones(3).int()), "z": jagged}
+        {"x": jagged, "y": rm.JaggedTensor(ids(1)[:3], lengths=torch.ones(3).int()), "z": jagged}
     )
 
 
