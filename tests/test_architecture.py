@@ -17,6 +17,7 @@ WORDS = {
     "stats",
     "typed",
     "files",
+    "signals",
     "trace",
 }
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rowmesh.comm.codecs import Message
+from rowmesh.comm.ending import cut_sockets
 from rowmesh.comm.ledger import Ledger
 from rowmesh.comm.shared import Arrival, Segment, Waitable
 from rowmesh.comm.status import Bulletin
@@ -65,6 +66,7 @@ class Wire:
 
     Attributes:
         segment: What this host's ranks share, or None: `open_segment`.
+        sockets: The connections of the lanes: `open_sockets`.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Wire:
         self.rank, self.world, self.trace = rank, world, trace
         self.lanes, self.ledger, self.bulletin, self.debug = lanes, ledger, bulletin, debug
         self.segment: Segment | None = None
+        self.sockets: Mapping[int, int] = {}
         self._channels: list[str] = []
         self._posting = threading.Lock()
         self._watchers: ThreadPoolExecutor | None = None
@@ -140,6 +143,12 @@ class Wire:
         if len(self.leaving) > _MOST_LEAVING:
             with contextlib.suppress(StopIteration, RuntimeError):  # another thread was first
                 self.leaving.pop(next(iter(self.leaving)), None)
+
+    def cut(self) -> None:
+        """Make every wait of this rank raise: a rank has failed, and may be the one waited for."""
+        if self.segment is not None:
+            self.segment.is_cut = True
+        cut_sockets(self.sockets)
 
     def close(self) -> None:
         """Wait for messages to ranks that have not left, end the threads and leave the segment."""

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from rowmesh.comm.ending import watch_end
+from rowmesh.comm.ending import Listener, open_sockets, watch_end
 from rowmesh.comm.exchange import Channel, Lane, Wire
+from rowmesh.comm.joining import attempt, is_kept_by, meet, open_store
 from rowmesh.comm.ledger import Ledger
 from rowmesh.comm.shared import open_segment, why_not_shared
 from rowmesh.comm.status import Bulletin, sentence_of
@@ -77,6 +78,7 @@ class Mesh:
         self._totals: Channel = self.wire.channel("totals", Lane.CONTROL)
         self._gathers: Channel = self.wire.channel("gather", Lane.CONTROL)
         self._uses = {"totals": 0, "gather": 0}
+        self.listener: Listener | None = None
         self._threads = Threads()
         self._samples: tuple[int, int] | None = None
         self._loops: list[_Loop] = []
@@ -254,6 +256,7 @@ class Mesh:
         if not isinstance(error, PeerError):
             self.bulletin.publish(f"rank {self.rank} failed: {sentence_of(error)}")
         self.bulletin.hear(self.world)
+        self.wire.cut()  # else its threads would wait for peers that do not know yet
 
     def end_threads(self) -> None:
         """Wait until the communication threads have done what is under way, and end them.
@@ -265,6 +268,8 @@ class Mesh:
     def close(self) -> None:
         """Note that this rank ended normally, and wait until peers have what was sent to them."""
         self.end_threads()
+        if self.listener is not None:
+            self.listener.end()
         self.bulletin.leave(self.num_forwards)
         self.wire.close()
 
@@ -321,28 +326,35 @@ def init_mesh(
         shared_memory = why_not_shared() is None
     if not dist.is_initialized() and "WORLD_SIZE" not in os.environ:
         return Mesh(topology=Topology(), rank=0, lanes={}, device=device, debug=debug)
-    timeout = timedelta(seconds=timeout_s)
-    if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timeout)
-    rank, world = dist.get_rank(), dist.get_world_size()
+    timeout, is_mine = timedelta(seconds=timeout_s), not dist.is_initialized()
+    if is_mine:
+        launched, rank, world = open_store(timeout_s=timeout_s)
+    else:
+        launched, rank, world = _get_default_store(), dist.get_rank(), dist.get_world_size()
+    store = PrefixStore(f"rowmesh/{attempt()}", launched)
+    number = store.add(f"meshes/{rank}", 1)  # of this program, the same on all ranks
+    store = PrefixStore(f"mesh/{number}", store)
+    meet(store, rank=rank, world=world, hosts=hosts, timeout_s=timeout_s)
+    if is_mine:
+        backend, theirs = "nccl" if device.type == "cuda" else "gloo", PrefixStore("group", store)
+        dist.init_process_group(backend, store=theirs, rank=rank, world_size=world, timeout=timeout)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     hosts = world // local if hosts is None else hosts
     if hosts < 1 or world % hosts:
         raise InputError(f"{world} ranks do not divide into {hosts} hosts")
+    before = open_sockets()
     lanes = make_lanes(list(range(world)), timeout=timeout) if world > 1 else {}
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = PrefixStore(f"rowmesh/{attempt}", _get_default_store())
-    number = store.add(f"meshes/{rank}", 1)  # of this program, the same on all ranks
     mesh = Mesh(
         topology=Topology(hosts=hosts, local=world // hosts),
         rank=rank,
         lanes=lanes,
-        store=PrefixStore(f"mesh/{number}", store),
+        store=store,
         device=device,
         debug=debug,
-        keeps_store=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        keeps_store=is_kept_by(rank),
     )
+    mesh.wire.sockets = {fd: which for fd, which in open_sockets().items() if fd not in before}
+    mesh.listener = Listener(mesh.bulletin, mesh.wire.cut) if world > 1 else None
     watch_end(mesh.bulletin, rank=rank, fail=mesh.fail, close=mesh.close)
     if mesh.topology.local > 1:
         mesh.wire.segment = open_segment(

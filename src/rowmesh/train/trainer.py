@@ -128,7 +128,7 @@ class Trainer:
             with the making of the data; ``step_s``, the median step without it; ``forecast``, the
             bytes that a rank should send a step and, if calibrated, its seconds; ``ranks``,
             ``steps`` done, the plan's ``exactness``, and ``is_stopped``, with ``saved_step``, the
-            last step saved if any. A stopped run is not evaluated.
+            last step saved if any. A run stopped before its last evaluation ended has none.
 
         Raises:
             InputError: On all ranks, if a batch of one is wrong; the sentence names rank, step
@@ -155,7 +155,8 @@ class Trainer:
             self._checkpoints.wait()
         found: dict[str, Any] = {}
         if not is_stopped:
-            found = self._evaluate(listeners)
+            found = self._evaluate(listeners, stop)
+            is_stopped = not found
         return (
             found
             | totals.result()
@@ -193,7 +194,7 @@ class Trainer:
                     records.append(self._tally.flush())
                 is_stopping = _show(records, listeners)
                 if not is_last:
-                    self._at_step(listeners)
+                    self._at_step(listeners, stop)
                 if is_stopping and not is_last:
                     _show([self._tally.flush()], listeners)
                     return True
@@ -226,13 +227,13 @@ class Trainer:
                 wants_stop=stop.reason is not None,
             )
 
-    def _at_step(self, listeners: Sequence[Listener]) -> None:
+    def _at_step(self, listeners: Sequence[Listener], stop: Stop) -> None:
         """What is due after this step: other hot rows, an evaluation, a checkpoint."""
         if self._refresh.is_due(self.step):
             self.plan = self._refresh.refresh(self.model, self.plan, self.optimizer)
         every, eval_every = self.config.checkpoint.every, self.config.training.eval_every
         if eval_every is not None and self.step % eval_every == 0:
-            self._evaluate(listeners)
+            self._evaluate(listeners, stop)
         if self._checkpoints is not None and every is not None and self.step % every == 0:
             self._save()  # last, so that what precedes a checkpoint is in the metrics
 
@@ -268,16 +269,18 @@ class Trainer:
         )
 
     @torch.no_grad()
-    def _evaluate(self, listeners: Sequence[Listener]) -> dict[str, Any]:
+    def _evaluate(self, listeners: Sequence[Listener], stop: Stop) -> dict[str, Any]:
         """Metrics of the model, and the AUC of the truth, on all held-out batches.
 
-        The model is what a checkpoint would hold: shard groups that step apart are averaged.
+        The model is what a checkpoint would hold: shard groups that step apart are averaged. Empty
+        if a rank was asked to stop, which then reads no more.
         """
         self.optimizer.sync()
         mesh, source = self.mesh, self.config.data
         held_out = source.held_out(rank=mesh.rank, world=mesh.world)
         chosen = itertools.islice(held_out, self.config.training.eval_batches)
-        loader = self._checked(chosen, 1, "held-out batch")
+        wanted = itertools.takewhile(lambda batch: stop.reason is None, chosen)
+        loader = self._checked(wanted, 1, "held-out batch")
         if self._last_batch is None:  # a resumed run that has no step left
             first = next(source.batches(rank=mesh.rank, world=mesh.world))
             self._last_batch = first.to(mesh.device)
@@ -290,6 +293,8 @@ class Trainer:
                 best.update(torch.logit(true), batch.labels)
             if batch.groups is not None:
                 ranked.update(logits, batch.labels, batch.groups)
+        if mesh.total(int(stop.reason is not None)):
+            return {}
         whole, bayes = (
             ClickMetrics.from_state(mesh.total(metrics.state()).cpu()).result()
             for metrics in (found, best)

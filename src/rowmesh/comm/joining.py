@@ -1,0 +1,140 @@
+"""How ranks meet: the store they share, and who has come before anything is built on it."""
+
+import os
+import time
+from collections import Counter
+from datetime import timedelta
+
+from torch._C._distributed_c10d import FileStore, TCPStore
+from torch.distributed.distributed_c10d import Store
+
+from rowmesh.errors import InputError, PeerError
+
+__all__ = ["STORE_FILE", "attempt", "is_kept_by", "meet", "open_store"]
+
+STORE_FILE = "ROWMESH_STORE_FILE"  # environment: ranks of one host meet in this file, not a port
+_PAUSES_S = (0.005, 0.25)  # between two looks who is there: at first, and at last
+_NAMED = 8  # ranks in a sentence, at most
+
+
+def attempt() -> str:
+    """Which start of the ranks this is: torchrun's restarts use one store."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def is_kept_by(rank: int) -> bool:
+    """Whether the store ends with the process of ``rank``: no agent and no file keeps it."""
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return rank == 0 and not has_agent and STORE_FILE not in os.environ
+
+
+def open_store(*, timeout_s: float) -> tuple[Store, int, int]:
+    """The store of this launch's ranks, this rank, and how many there are.
+
+    From the environment that torchrun, or `rowmesh.train.launch`, gives its ranks.
+
+    Raises:
+        PeerError: If the store cannot be reached.
+    """
+    names = ("RANK", "WORLD_SIZE")
+    missing = [name for name in names if name not in os.environ]
+    if STORE_FILE not in os.environ:
+        missing += [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise InputError(
+            f"WORLD_SIZE is set, but {', '.join(missing)} is not: start the ranks with torchrun, "
+            f"or unset WORLD_SIZE for one process"
+        )
+    rank, world = (int(os.environ[name]) for name in names)
+    if STORE_FILE in os.environ:
+        return FileStore(os.environ[STORE_FILE], world), rank, world
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        store = TCPStore(
+            host,
+            port,
+            is_master=is_kept_by(rank),
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,  # `meet` waits, and says who is missing
+            multi_tenant=True,
+        )
+    except RuntimeError as error:
+        keeper = "rank 0" if is_kept_by(0) else "torchrun's agent"
+        reason = str(error).splitlines()[0]
+        raise PeerError(
+            f"rank {rank} cannot reach {keeper} at {host}:{port}, where all ranks meet: {reason}"
+        ) from None
+    return store, rank, world
+
+
+def meet(store: Store, *, rank: int, world: int, hosts: int | None, timeout_s: float) -> None:
+    """Return when all ranks are here and mean the same hosts.
+
+    Args:
+        store: Of this meeting alone.
+        rank: This one.
+        world: How many are expected.
+        hosts: What this rank takes for their number, or None for what torchrun says.
+        timeout_s: How long to wait for the others.
+
+    Raises:
+        PeerError: Naming who did not come.
+        InputError: If hosts have different numbers of ranks, on all ranks.
+
+    Collective:
+        All ranks.
+    """
+    local = os.environ.get("LOCAL_WORLD_SIZE", str(world))
+    shape = f"ranks-per-host={local}" if hosts is None else f"hosts={hosts}"
+    store.set(f"arrived/{rank}", shape)
+    store.add(f"shape/{shape}", 1)
+    if store.add("num-arrived", 1) == world:
+        store.set("complete", "")
+    begin, pause = time.monotonic(), _PAUSES_S[0]
+    while not store.check(["complete"]):  # in Python, so that Ctrl-C has its say
+        if time.monotonic() - begin > timeout_s:
+            raise PeerError(_absent(store, rank, world, timeout_s))
+        time.sleep(pause)
+        pause = min(2 * pause, _PAUSES_S[1])
+    if store.add(f"shape/{shape}", 0) != world:
+        raise InputError(_unequal([store.get(f"arrived/{r}").decode() for r in range(world)]))
+
+
+def _absent(store: Store, rank: int, world: int, timeout_s: float) -> str:
+    absent = [r for r in range(world) if not store.check([f"arrived/{r}"])]
+    here = [r for r in range(world) if r not in absent]
+    are = "is" if len(here) == 1 else "are"
+    return (
+        f"{_name(absent)} did not join rank {rank} within {timeout_s:g} s ({_name(here)} {are} "
+        f"there): see what they printed, and whether they reach {_place()}"
+    )
+
+
+def _name(ranks: list[int]) -> str:
+    words = ", ".join(map(str, ranks[:_NAMED]))
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return f"rank{'s' * (len(ranks) > 1)} {words}{more}"
+
+
+def _place() -> str:
+    address = os.environ.get("MASTER_ADDR")
+    return f"{address}:{os.environ.get('MASTER_PORT')}" if address else "this host's store"
+
+
+def _unequal(shapes: list[str]) -> str:
+    """What to say of ``shapes``, one a rank."""
+    sizes = Counter(shapes)
+    if all(shape.startswith("ranks-per-host=") for shape in sizes):
+        found = {int(shape.partition("=")[2]): count for shape, count in sizes.items()}
+        hosts = [size for size, count in found.items() for _ in range(max(count // size, 1))]
+        *most, last = map(str, sorted(hosts, reverse=True))
+        return (
+            f"hosts have {', '.join(most)} and {last} ranks, but every host needs as many: start "
+            f"each with the same --nproc-per-node"
+        )
+    told = "; ".join(f"{shape} on {_name(_who(shapes, shape))}" for shape in sizes)
+    return f"ranks mean different hosts: {told}: give init_mesh the same hosts on all of them"
+
+
+def _who(shapes: list[str], shape: str) -> list[int]:
+    return [rank for rank, theirs in enumerate(shapes) if theirs == shape]
