@@ -1,25 +1,22 @@
 """How ranks meet: the store they share, and who has come before anything is built on it."""
 
 import os
+import secrets
 import time
 from collections import Counter
 from datetime import timedelta
 
 from torch._C._distributed_c10d import FileStore, TCPStore
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from rowmesh.errors import InputError, PeerError
 
-__all__ = ["STORE_FILE", "attempt", "is_kept_by", "meet", "open_store"]
+__all__ = ["STORE_FILE", "is_kept_by", "meet", "open_store"]
 
 STORE_FILE = "ROWMESH_STORE_FILE"  # environment: ranks of one host meet in this file, not a port
-_PAUSES_S = (0.005, 0.25)  # between two looks who is there: at first, and at last
+_PAUSE_S = 0.005  # between two looks who is there: doubled up to what one store can answer
+_LONGEST_PAUSE_S, _PAUSE_A_RANK_S = 0.05, 1e-4
 _NAMED = 8  # ranks in a sentence, at most
-
-
-def attempt() -> str:
-    """Which start of the ranks this is: torchrun's restarts use one store."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def is_kept_by(rank: int) -> bool:
@@ -67,15 +64,22 @@ def open_store(*, timeout_s: float) -> tuple[Store, int, int]:
     return store, rank, world
 
 
-def meet(store: Store, *, rank: int, world: int, hosts: int | None, timeout_s: float) -> None:
+def meet(store: Store, *, rank: int, world: int, hosts: int | None, timeout_s: float) -> Store:
     """Return when all ranks are here and mean the same hosts.
 
+    What a store holds may come from ranks that are dead: torchrun's restarts use one store, and
+    its agents count them differently. So rank 0 names each meeting anew, and completes it when all
+    ranks have come under that name; one that is complete before a rank has come is an old one.
+
     Args:
-        store: Of this meeting alone.
+        store: Of this launch.
         rank: This one.
         world: How many are expected.
         hosts: What this rank takes for their number, or None for what torchrun says.
         timeout_s: How long to wait for the others.
+
+    Returns:
+        The part of the store that is this meeting's alone.
 
     Raises:
         PeerError: Naming who did not come.
@@ -84,29 +88,47 @@ def meet(store: Store, *, rank: int, world: int, hosts: int | None, timeout_s: f
     Collective:
         All ranks.
     """
+    store = PrefixStore("rowmesh", store)
+    if rank == 0:
+        store.set("meeting", secrets.token_hex(8))
     local = os.environ.get("LOCAL_WORLD_SIZE", str(world))
     shape = f"ranks-per-host={local}" if hosts is None else f"hosts={hosts}"
-    store.set(f"arrived/{rank}", shape)
-    store.add(f"shape/{shape}", 1)
-    if store.add("num-arrived", 1) == world:
-        store.set("complete", "")
-    begin, pause = time.monotonic(), _PAUSES_S[0]
-    while not store.check(["complete"]):  # in Python, so that Ctrl-C has its say
+    mine: Store | None = None
+    name, begin, pause = "", time.monotonic(), _PAUSE_S
+    while mine is None or not mine.check(["complete"]):  # in Python: Ctrl-C has its say
+        latest = store.get("meeting").decode() if store.check(["meeting"]) else name
+        if latest != name and not (other := PrefixStore(latest, store)).check(["complete"]):
+            name, mine = latest, other
+            _arrive(mine, rank, shape)
+        if rank == 0 and mine is not None and mine.add("arrived", 0) == world:
+            mine.set("complete", "")
+            break
         if time.monotonic() - begin > timeout_s:
-            raise PeerError(_absent(store, rank, world, timeout_s))
+            raise PeerError(_absent(mine, rank, world, timeout_s))
         time.sleep(pause)
-        pause = min(2 * pause, _PAUSES_S[1])
-    if store.add(f"shape/{shape}", 0) != world:
-        raise InputError(_unequal([store.get(f"arrived/{r}").decode() for r in range(world)]))
+        pause = min(2 * pause, _LONGEST_PAUSE_S + world * _PAUSE_A_RANK_S)
+    assert mine is not None
+    if mine.add(f"shape/{shape}", 0) != world:
+        raise InputError(_unequal([mine.get(f"arrived/{r}").decode() for r in range(world)]))
+    return mine
 
 
-def _absent(store: Store, rank: int, world: int, timeout_s: float) -> str:
-    absent = [r for r in range(world) if not store.check([f"arrived/{r}"])]
-    here = [r for r in range(world) if r not in absent]
+def _arrive(meeting: Store, rank: int, shape: str) -> None:
+    meeting.set(f"arrived/{rank}", shape)
+    meeting.add(f"shape/{shape}", 1)
+    meeting.add("arrived", 1)
+
+
+def _absent(meeting: Store | None, rank: int, world: int, timeout_s: float) -> str:
+    absent = [0]  # has not named a meeting
+    if meeting is not None:
+        absent = [r for r in range(world) if not meeting.check([f"arrived/{r}"])]
+    here = [r for r in range(world) if r not in absent] if meeting is not None else [rank]
     are = "is" if len(here) == 1 else "are"
     return (
-        f"{_name(absent)} did not join rank {rank} within {timeout_s:g} s ({_name(here)} {are} "
-        f"there): see what they printed, and whether they reach {_place()}"
+        f"{_name(absent)} did not join within {timeout_s:g} s ({_name(here)} {are} there): see "
+        f"what {'it' if len(absent) == 1 else 'they'} printed last, and whether {_place()} can be "
+        f"reached from there"
     )
 
 

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 
 from rowmesh.comm.ending import Listener, open_sockets, watch_end
 from rowmesh.comm.exchange import Channel, Lane, Wire
-from rowmesh.comm.joining import attempt, is_kept_by, meet, open_store
+from rowmesh.comm.joining import is_kept_by, meet, open_store
 from rowmesh.comm.ledger import Ledger
 from rowmesh.comm.shared import open_segment, why_not_shared
 from rowmesh.comm.status import Bulletin, sentence_of
@@ -331,10 +331,7 @@ def init_mesh(
         launched, rank, world = open_store(timeout_s=timeout_s)
     else:
         launched, rank, world = _get_default_store(), dist.get_rank(), dist.get_world_size()
-    store = PrefixStore(f"rowmesh/{attempt()}", launched)
-    number = store.add(f"meshes/{rank}", 1)  # of this program, the same on all ranks
-    store = PrefixStore(f"mesh/{number}", store)
-    meet(store, rank=rank, world=world, hosts=hosts, timeout_s=timeout_s)
+    store = meet(launched, rank=rank, world=world, hosts=hosts, timeout_s=timeout_s)
     if is_mine:
         backend, theirs = "nccl" if device.type == "cuda" else "gloo", PrefixStore("group", store)
         dist.init_process_group(backend, store=theirs, rank=rank, world_size=world, timeout=timeout)
