@@ -3,6 +3,7 @@
 Imported before all that takes long, so that `rowmesh` has an answer to Ctrl-C from the start.
 """
 
+import atexit
 import contextlib
 import itertools
 import os
@@ -76,3 +77,4 @@ def _is_program() -> bool:
 
 if _is_program():
     handle(_end)
+    atexit.register(ignore)  # the first, so called last: the interpreter then drops all handlers

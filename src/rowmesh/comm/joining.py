@@ -16,6 +16,7 @@ __all__ = ["STORE_FILE", "is_kept_by", "meet", "open_store"]
 STORE_FILE = "ROWMESH_STORE_FILE"  # environment: ranks of one host meet in this file, not a port
 _PAUSE_S = 0.005  # between two looks who is there: doubled up to what one store can answer
 _LONGEST_PAUSE_S, _PAUSE_A_RANK_S = 0.05, 1e-4
+_GRACE_S = 3.0  # for others to hear of a failure before their store goes
 _NAMED = 8  # ranks in a sentence, at most
 
 
@@ -69,7 +70,7 @@ def meet(store: Store, *, rank: int, world: int, hosts: int | None, timeout_s: f
 
     What a store holds may come from ranks that are dead: torchrun's restarts use one store, and
     its agents count them differently. So rank 0 names each meeting anew, and completes it when all
-    ranks have come under that name; one that is complete before a rank has come is an old one.
+    ranks have come under that name; one that is over before a rank has come is an old one.
 
     Args:
         store: Of this launch.
@@ -95,22 +96,61 @@ def meet(store: Store, *, rank: int, world: int, hosts: int | None, timeout_s: f
     shape = f"ranks-per-host={local}" if hosts is None else f"hosts={hosts}"
     mine: Store | None = None
     name, begin, pause = "", time.monotonic(), _PAUSE_S
-    while mine is None or not mine.check(["complete"]):  # in Python: Ctrl-C has its say
-        latest = store.get("meeting").decode() if store.check(["meeting"]) else name
-        if latest != name and not (other := PrefixStore(latest, store)).check(["complete"]):
-            name, mine = latest, other
-            _arrive(mine, rank, shape)
-        if rank == 0 and mine is not None and mine.add("arrived", 0) == world:
-            mine.set("complete", "")
-            break
-        if time.monotonic() - begin > timeout_s:
-            raise PeerError(_absent(mine, rank, world, timeout_s))
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_S + world * _PAUSE_A_RANK_S)
-    assert mine is not None
-    if mine.add(f"shape/{shape}", 0) != world:
-        raise InputError(_unequal([mine.get(f"arrived/{r}").decode() for r in range(world)]))
+    try:
+        while mine is None or not mine.check(["complete"]):  # in Python: Ctrl-C has its say
+            latest = store.get("meeting").decode() if store.check(["meeting"]) else name
+            if latest != name and not _is_over(other := PrefixStore(latest, store)):
+                name, mine = latest, other
+                _arrive(mine, rank, shape)
+            if rank == 0 and mine is not None and mine.add("arrived", 0) == world:
+                mine.set("complete", "")
+                break
+            _check_failure(mine, rank)
+            if time.monotonic() - begin > timeout_s:
+                raise _failed(mine, rank, _absent(mine, rank, world, timeout_s))
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S + world * _PAUSE_A_RANK_S)
+        assert mine is not None
+        if mine.add(f"shape/{shape}", 0) != world:
+            shapes = [mine.get(f"arrived/{r}").decode() for r in range(world)]
+            _hear(mine, rank)
+            raise InputError(_unequal(shapes))
+    except PeerError:
+        raise
+    except RuntimeError as error:
+        raise PeerError(
+            f"rank {rank} lost the store in which ranks meet, at {_place()}: "
+            f"{str(error).splitlines()[0]}"
+        ) from None
     return mine
+
+
+def _check_failure(meeting: Store | None, rank: int) -> None:
+    """Raise what another rank gave up with, so that nobody waits longer than the first."""
+    if meeting is not None and meeting.check(["failure"]):
+        _hear(meeting, rank)
+        raise PeerError(meeting.get("failure").decode())
+
+
+def _failed(meeting: Store | None, rank: int, sentence: str) -> PeerError:
+    if meeting is not None:
+        meeting.set("failure", sentence)
+        _hear(meeting, rank)
+    return PeerError(sentence)
+
+
+def _hear(meeting: Store, rank: int) -> None:
+    """Note that this rank knows why it ends; rank 0, which may keep the store, waits for others."""
+    num_heard, deadline = meeting.add("heard", 1), time.monotonic() + _GRACE_S
+    while is_kept_by(rank) and num_heard < meeting.add("arrived", 0):
+        if time.monotonic() > deadline:
+            return
+        time.sleep(_LONGEST_PAUSE_S)
+        num_heard = meeting.add("heard", 0)
+
+
+def _is_over(meeting: Store) -> bool:
+    return bool(meeting.check(["complete"]) or meeting.check(["failure"]))
 
 
 def _arrive(meeting: Store, rank: int, shape: str) -> None:
