@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, Store
 
 import rowmesh as rm
-from rowmesh.comm.joining import meet, open_store
+from rowmesh.comm.joining import meet, open_store, secret_of
 from tests.processes import finish, start_ranks
 
 LIMIT_S = 20.0
@@ -32,6 +32,13 @@ def met(store: Store, ranks: list[int], *, world: int, timeout_s: float = LIMIT_
 
     with ThreadPoolExecutor(world) as threads:
         return list(threads.map(one, ranks))
+
+
+def test_only_who_reads_the_store_knows_the_secret(tmp_path: Path) -> None:
+    store = FileStore(str(tmp_path / "store"), 2)
+    (one, other), later = met(store, [0, 1], world=2), met(store, [0, 1], world=2)
+    assert secret_of(one) == secret_of(other) != secret_of(later[0])
+    assert len(secret_of(one)) == 64
 
 
 def is_shared(stores: list[Store]) -> bool:

@@ -28,10 +28,11 @@ def attempt(words: Sequence[str], store: TCPStore, number: int, *, launch: str) 
     return [finish(rank) for rank in start_ranks(words, ranks=2, each=each, cwd=ROOT)]
 
 
-def saved(folder: Path) -> dict[str, bytes]:
-    """What the last checkpoint consists of."""
+def saved(folder: Path) -> dict[str, Any]:
+    """Shapes and checksums in the last checkpoint; but not of generators that others draw from."""
     last = sorted((folder / "checkpoints").iterdir())[-1]
-    return {file.name: file.read_bytes() for file in last.iterdir()}
+    tensors = json.loads((last / "metadata.json").read_text())["tensors"]
+    return {name: entry for name, entry in tensors.items() if not name.startswith("random.")}
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:

@@ -1,14 +1,11 @@
 """How a rank ends: what ends it reaches the other ranks, and their reason reaches it."""
 
 import atexit
-import contextlib
 import os
 import signal
-import socket
-import stat
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -16,53 +13,7 @@ import torch.distributed as dist
 from rowmesh.comm.status import Bulletin
 from rowmesh.errors import PeerError
 
-__all__ = ["Listener", "cut_sockets", "open_sockets", "watch_end"]
-
-
-class Listener:
-    """A thread that looks for a peer's sentence while this rank may be waiting for another's.
-
-    gloo's waits take no look at anything: a rank that waits for one who sleeps would not learn
-    before he wakes that a third has failed.
-
-    Args:
-        bulletin: Where the sentence will be.
-        cut: Called once it is there; ends this rank's waits.
-    """
-
-    def __init__(self, bulletin: Bulletin, cut: Callable[[], None]) -> None:
-        self._ended = threading.Event()
-        self._bulletin, self._cut = bulletin, cut
-        threading.Thread(target=self._listen, name="rowmesh-listener", daemon=True).start()
-
-    def _listen(self) -> None:
-        if self._bulletin.await_failure(self._ended):
-            self._cut()
-
-    def end(self) -> None:
-        """Listen no more."""
-        self._ended.set()
-
-
-def open_sockets() -> dict[int, int]:
-    """Descriptors of this process's sockets, each with a number that no other socket gets."""
-    found = {}
-    for name in os.listdir("/dev/fd"):
-        with contextlib.suppress(OSError):  # the folder's own is closed again
-            status = os.fstat(int(name))
-            if stat.S_ISSOCK(status.st_mode):
-                found[int(name)] = status.st_ino
-    return found
-
-
-def cut_sockets(sockets: Mapping[int, int]) -> None:
-    """End these connections, as the other side's death would, where they are still open."""
-    now = open_sockets()
-    for descriptor, number in sockets.items():
-        if now.get(descriptor) == number:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as ours:
-                ours.getpeername()  # raises for one that listens, which gloo needs
-                ours.shutdown(socket.SHUT_RDWR)
+__all__ = ["watch_end"]
 
 
 def watch_end(

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rowmesh.comm.codecs import Message
-from rowmesh.comm.ending import cut_sockets
 from rowmesh.comm.ledger import Ledger
+from rowmesh.comm.listening import cut_sockets
 from rowmesh.comm.shared import Arrival, Segment, Waitable
 from rowmesh.comm.status import Bulletin
 from rowmesh.errors import PeerError, RowmeshError
@@ -67,6 +67,7 @@ class Wire:
     Attributes:
         segment: What this host's ranks share, or None: `open_segment`.
         sockets: The connections of the lanes: `open_sockets`.
+        secret: Of this mesh's ranks, which seals objects.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Wire:
         self.lanes, self.ledger, self.bulletin, self.debug = lanes, ledger, bulletin, debug
         self.segment: Segment | None = None
         self.sockets: Mapping[int, int] = {}
+        self.secret = b""
         self._channels: list[str] = []
         self._posting = threading.Lock()
         self._watchers: ThreadPoolExecutor | None = None

@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from rowmesh.errors import InputError, PeerError
 
-__all__ = ["STORE_FILE", "is_kept_by", "meet", "open_store"]
+__all__ = ["STORE_FILE", "is_kept_by", "meet", "open_store", "secret_of"]
 
 STORE_FILE = "ROWMESH_STORE_FILE"  # environment: ranks of one host meet in this file, not a port
 _PAUSE_S = 0.005  # between two looks who is there: doubled up to what one store can answer
@@ -103,7 +103,7 @@ def meet(store: Store, *, rank: int, world: int, hosts: int | None, timeout_s: f
                 name, mine = latest, other
                 _arrive(mine, rank, shape)
             if rank == 0 and mine is not None and mine.add("arrived", 0) == world:
-                mine.set("complete", "")
+                mine.set("complete", secrets.token_hex(32))
                 break
             _check_failure(mine, rank)
             if time.monotonic() - begin > timeout_s:
@@ -123,6 +123,11 @@ def meet(store: Store, *, rank: int, world: int, hosts: int | None, timeout_s: f
             f"{str(error).splitlines()[0]}"
         ) from None
     return mine
+
+
+def secret_of(meeting: Store) -> bytes:
+    """What only those know who can read the store: with `STORE_FILE`, this user's processes."""
+    return bytes(meeting.get("complete"))
 
 
 def _check_failure(meeting: Store | None, rank: int) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import os
-import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,10 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from rowmesh.comm.ending import Listener, open_sockets, watch_end
+from rowmesh.comm.ending import watch_end
 from rowmesh.comm.exchange import Channel, Lane, Wire
-from rowmesh.comm.joining import is_kept_by, meet, open_store
+from rowmesh.comm.joining import is_kept_by, meet, open_store, secret_of
 from rowmesh.comm.ledger import Ledger
+from rowmesh.comm.listening import Listener, open_sockets
+from rowmesh.comm.seals import seal, unseal
 from rowmesh.comm.shared import open_segment, why_not_shared
 from rowmesh.comm.status import Bulletin, sentence_of
 from rowmesh.comm.tasks import Task, Threads
@@ -195,7 +196,7 @@ class Mesh:
         Collective:
             All ranks.
         """
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        data = torch.frombuffer(seal(value, self.wire.secret), dtype=torch.uint8)
         data = data.to(self.device)
         sizes = torch.zeros(self.world, dtype=torch.int64, device=self.device)
         sizes[self.rank] = len(data)
@@ -203,7 +204,8 @@ class Mesh:
         found = [data.new_empty(int(n)) for n in sizes.tolist()]
         found[self.rank] = data
         self._post("gather", [(p, data) for p in self.peers()], found, edge)
-        return [pickle.loads(part.cpu().numpy().tobytes()) for part in found]
+        parts = [part.cpu().numpy().tobytes() for part in found]
+        return [unseal(part, self.wire.secret, rank=r) for r, part in enumerate(parts)]
 
     def batches(self, loader: Iterable[T], *, empty: T | None = None) -> Iterator[T]:
         """The batches of ``loader``; empty ones once it has ended, until every rank's has.
@@ -350,6 +352,7 @@ def init_mesh(
         debug=debug,
         keeps_store=is_kept_by(rank),
     )
+    mesh.wire.secret = secret_of(store)
     mesh.wire.sockets = {fd: which for fd, which in open_sockets().items() if fd not in before}
     mesh.listener = Listener(mesh.bulletin, mesh.wire.cut) if world > 1 else None
     watch_end(mesh.bulletin, rank=rank, fail=mesh.fail, close=mesh.close)

@@ -144,7 +144,7 @@ def check_trial(*, timeout_s: float = 60.0) -> Finding:
 
 
 def _failed(name: str, reason: str) -> Finding:
-    advice = "a firewall on the loopback, or GLOO_SOCKET_IFNAME: try GLOO_SOCKET_IFNAME=lo"
+    advice = "no loopback, or a firewall on it: try ip link set lo up"
     return Finding(name=name, value=f"failed: {reason}", ok=False, advice=advice)
 
 
