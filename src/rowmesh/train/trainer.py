@@ -155,7 +155,7 @@ class Trainer:
             self._checkpoints.wait()
         found: dict[str, Any] = {}
         if not is_stopped:
-            found = self._evaluate(listeners, stop)
+            found = self._evaluate(listeners, stop)  # a run that resumes repeats it
             is_stopped = not found
         return (
             found
@@ -194,7 +194,7 @@ class Trainer:
                     records.append(self._tally.flush())
                 is_stopping = _show(records, listeners)
                 if not is_last:
-                    self._at_step(listeners, stop)
+                    self._at_step(listeners)
                 if is_stopping and not is_last:
                     _show([self._tally.flush()], listeners)
                     return True
@@ -227,13 +227,13 @@ class Trainer:
                 wants_stop=stop.reason is not None,
             )
 
-    def _at_step(self, listeners: Sequence[Listener], stop: Stop) -> None:
+    def _at_step(self, listeners: Sequence[Listener]) -> None:
         """What is due after this step: other hot rows, an evaluation, a checkpoint."""
         if self._refresh.is_due(self.step):
             self.plan = self._refresh.refresh(self.model, self.plan, self.optimizer)
         every, eval_every = self.config.checkpoint.every, self.config.training.eval_every
         if eval_every is not None and self.step % eval_every == 0:
-            self._evaluate(listeners, stop)
+            self._evaluate(listeners, Stop(self.mesh))  # whole: a run that resumes has it once
         if self._checkpoints is not None and every is not None and self.step % every == 0:
             self._save()  # last, so that what precedes a checkpoint is in the metrics
 
