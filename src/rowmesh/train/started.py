@@ -6,6 +6,7 @@ the kernel closes it when the launcher dies, in whatever way: then the rank stop
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -105,8 +106,10 @@ def _environment(rank: int, ranks: int, folder: str) -> dict[str, str]:
 
 def _end(line: Connection, error: BaseException, code: int) -> NoReturn:
     ignore()
-    with contextlib.suppress(OSError):  # the launcher is gone
+    try:
         line.send(Report(time.time(), code, sentence_of(error)))
+    except OSError:  # the launcher is gone, which would have removed its folder
+        shutil.rmtree(Path(os.environ[STORE_FILE]).parent, ignore_errors=True)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
