@@ -133,15 +133,30 @@ def _become(
     os._exit(code)
 
 
-def start_ranks(words: Sequence[str], *, ranks: int, **options: Any) -> list[Fork]:
-    """Each of the ranks that a launcher would start, without the launcher; ``words`` of `Fork`."""
+def start_ranks(
+    words: Sequence[str],
+    *,
+    ranks: int,
+    each: Sequence[Mapping[str, str]] = (),
+    **options: Any,
+) -> list[Fork]:
+    """Each of the ranks that a launcher would start, without the launcher; ``words`` of `Fork`.
+
+    ``each`` has what the environment of each rank has besides.
+    """
+    ours = [{"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(ranks)]
+    more = [mine | dict(theirs) for mine, theirs in zip(ours, each or [{}] * ranks, strict=True)]
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = str(probe.getsockname()[1])
     world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     world |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
     return [
-        Fork(words, env=environment(**world, RANK=str(r), LOCAL_RANK=str(r)), **options)
+        Fork(
+            words,
+            env=environment(**world | {"RANK": f"{r}", "LOCAL_RANK": f"{r}", **more[r]}),
+            **options,
+        )
         for r in range(ranks)
     ]
 

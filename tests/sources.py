@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -88,6 +89,8 @@ class BadClicks:
             raise FileNotFoundError(2, "No such file or directory", "part-3.parquet")
         elif how == "hang":
             time.sleep(600)
+        elif how == "die" and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "2")) < 2:
+            os.kill(os.getpid(), signal.SIGKILL)
         features = KeyedJaggedTensor(keys, ids, lengths=lengths, stride=32)
         made = {"dense_features": dense, "sparse_features": features, "labels": labels}
         return dataclasses.replace(batch, **made)

@@ -18,6 +18,7 @@ WORDS = {
     "stats",
     "typed",
     "files",
+    "signals",
     "trace",
 }
 
@@ -54,7 +55,7 @@ NO_PROCESS_GROUPS = {
     *("cost", "planners", "nn", "optim", "models", "data", "profile", "storage", "lab"),
     "native",
 }
-MAX_LINES = 400
+MAX_LINES = 600
 
 
 def part(path: Path) -> str:

@@ -1,6 +1,7 @@
 """One rank's bad input, exception or death ends all ranks with its sentence, within seconds."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -133,6 +134,23 @@ def test_a_rank_leaves_when_others_have_what_it_sent_or_have_left_too(
     assert (tmp_path / "received").exists() == (how == "late")
     ending = max(float((tmp_path / f"ending-{rank}").read_text()) for rank in range(2))
     assert now - ending < 15.0, "the time-out is 30 s"
+
+
+@pytest.mark.parametrize("how", ["asleep", "asleep-in-shared-memory"])
+def test_a_failure_reaches_those_who_wait_for_a_rank_that_sleeps(how: str, tmp_path: Path) -> None:
+    """Rank 2 has threads that wait for rank 1, rank 0 waits for it itself; it sleeps for 50 s."""
+    started = start_ranks([str(SCRIPT), how, str(tmp_path)], ranks=3)
+    try:
+        ended = [finish(started[rank], timeout=TIMEOUT_S) for rank in (2, 0)]
+        passed = time.time() - float((tmp_path / "event").read_text())
+        assert started[1].returncode is None, "nobody ends a rank from outside"
+    finally:
+        os.kill(started[1].pid, signal.SIGKILL)
+        finish(started[1])
+    assert [code for code, _, _ in ended] == [1, 1]
+    assert "OSError: the disk with part-7 is gone" in ended[0][2]
+    assert "PeerError: rank 2 failed: OSError: the disk with part-7 is gone" in ended[1][2]
+    assert passed < 20.0, "one second if the machine has nothing else to do"
 
 
 def test_without_a_store_nobody_is_said_to_be_dead() -> None:

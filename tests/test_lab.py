@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from rowmesh.cli import app
-from rowmesh.cli.follow import stopped_by_signals
 from rowmesh.cli.terminal import one_sentence
 from rowmesh.errors import InputError, LabError
 from rowmesh.lab import (
@@ -247,13 +246,13 @@ def test_a_signal_is_130_and_a_sentence_unless_it_is_ignored(
 ) -> None:
     before = signal.signal(number, signal.SIG_DFL)
     try:
-        with pytest.raises(typer.Exit) as end, one_sentence(), stopped_by_signals():
+        with pytest.raises(typer.Exit) as end, one_sentence():
             signal.raise_signal(number)
         assert end.value.exit_code == 130
         assert capsys.readouterr().err == f"rowmesh: stopped by {number.name}\n"
         assert signal.getsignal(number) is signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN)
-        with stopped_by_signals():
+        with one_sentence():
             signal.raise_signal(number)
     finally:
         signal.signal(number, before)

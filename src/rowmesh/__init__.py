@@ -3,6 +3,7 @@
 Write single-device code, make a plan, shard. `docs/` explains the plan and what is exact.
 """
 
+import rowmesh.signals  # noqa: F401  first: what follows takes seconds, and may be interrupted
 from rowmesh import data, models, profile
 from rowmesh.comm import Mesh, init_mesh
 from rowmesh.cost import Rates, predict

@@ -54,7 +54,8 @@ class Picky(rm.models.DLRM):
 
 def main() -> None:
     torch.set_num_threads(1)
-    mesh = rm.init_mesh(timeout_s=3.0 if HOW == "silent" else 60.0)
+    hosts = 3 if HOW == "asleep" else 1  # which of them talk through gloo
+    mesh = rm.init_mesh(hosts=hosts, timeout_s=3.0 if HOW == "silent" else 60.0)
     table = rm.EmbeddingBagConfig(
         name="items", num_embeddings=100, embedding_dim=4, feature_names=["item"]
     )
@@ -69,7 +70,13 @@ def main() -> None:
     for batch in loader if HOW == "short-plain" else mesh.batches(loader):
         if HOW == "traced" and not mesh.trace.is_on:
             mesh.trace.begin_step(steps)
-        mesh.mean(model(batch)).backward()
+        loss = mesh.mean(model(batch))
+        if HOW.startswith("asleep") and mesh.rank == 1 and steps == 5:
+            time.sleep(50)
+        loss.backward()
+        if HOW.startswith("asleep") and mesh.rank == 2 and steps == 5:
+            mark("event")
+            raise OSError("the disk with part-7 is gone")
         optimizer.step()
         optimizer.zero_grad()
         steps += 1

@@ -7,14 +7,13 @@ import sys
 import time
 from collections.abc import Iterator
 from types import FrameType
-from typing import NoReturn
 
 import typer
 
 from rowmesh.lab import Run
-from rowmesh.train.stop import INTERRUPTED, SIGNALS
+from rowmesh.signals import INTERRUPTED, handled
 
-__all__ = ["follow", "forwarded_signals", "say", "say_failure", "stopped_by_signals"]
+__all__ = ["follow", "forwarded_signals", "say", "say_failure"]
 
 _POLL_S = 0.05
 
@@ -25,40 +24,15 @@ def say(sentence: str) -> None:
 
 
 @contextlib.contextmanager
-def stopped_by_signals() -> Iterator[None]:
-    """Inside, SIGTERM and SIGHUP raise KeyboardInterrupt with their name, as Ctrl-C does.
-
-    One that is ignored (as by nohup) or handled already stays so.
-    """
-
-    def stop(number: int, frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt(signal.Signals(number).name)
-
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    mine = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
-    for number in mine:
-        signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for number in mine:
-            signal.signal(number, signal.SIG_DFL)
-
-
-@contextlib.contextmanager
 def forwarded_signals() -> Iterator[list[signal.Signals]]:
-    """Inside, SIGINT and SIGTERM do nothing but join the list that is given."""
+    """Inside, SIGINT, SIGTERM and SIGHUP do nothing but join the list that is given."""
     found: list[signal.Signals] = []
 
     def note(number: int, frame: FrameType | None) -> None:
         found.append(signal.Signals(number))
 
-    before = {number: signal.signal(number, note) for number in SIGNALS}
-    try:
+    with handled(note):
         yield found
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def follow(run: Run, signals: list[signal.Signals]) -> int:

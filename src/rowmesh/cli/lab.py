@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperCommand
 
-from rowmesh.cli.follow import follow, forwarded_signals, say, say_failure, stopped_by_signals
+from rowmesh.cli.follow import follow, forwarded_signals, say, say_failure
 from rowmesh.cli.terminal import one_sentence
 from rowmesh.errors import InputError, check_range
 from rowmesh.files import check_target, write_whole
@@ -83,7 +83,7 @@ def run_command(
     stopped by a signal.
     """
     words = command or []
-    with one_sentence(), stopped_by_signals():
+    with one_sentence():
         rank_words(words, python=sys.executable)  # fail before hosts are made
         check_range("ranks-per-host", ranks_per_host, 1)
         check_timeout("--timeout", timeout)
@@ -185,7 +185,7 @@ def check_command(
 
     Exit code 1 if a link is more than 10 % off its rate, or sees traffic from inside a host.
     """
-    with one_sentence(), stopped_by_signals():
+    with one_sentence():
         with Lab(hosts, rate=rate) as lab:
             found, asked, congestion = measure(lab), lab.bits, read_congestion(lab.tag)
         fails = [reading for reading in found if reading.ok is False]

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from rowmesh.cli.follow import stopped_by_signals
 from rowmesh.cli.terminal import Recipe, Settings, one_sentence
 from rowmesh.data import Source
 from rowmesh.errors import InputError
@@ -78,7 +77,7 @@ def profile_command(
     Then say rowmesh plan --profile profile.npz --tiers auto, or rowmesh train --set
     plan.profile=profile.npz --set plan.tiers=auto.
     """
-    with one_sentence(), stopped_by_signals():
+    with one_sentence():
         name, chosen = "demo" if recipe is None else recipe, tuple(settings or ())
         config = load_recipe(name, chosen)
         for file, option in ((out, "--out"), (page, "--html")):

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from rowmesh.errors import RowmeshError
+from rowmesh.signals import INTERRUPTED, handled, interrupt
 from rowmesh.train.launch import exit_code
-from rowmesh.train.stop import INTERRUPTED
 
 __all__ = [
     "Ranks",
@@ -43,7 +43,8 @@ Settings = Annotated[
 def one_sentence() -> Iterator[None]:
     """End with one sentence on stderr (of rank 0) and 2 for bad input, 130 for a signal, else 1."""
     try:
-        yield
+        with handled(interrupt):
+            yield
         return
     except RowmeshError as error:
         sentence, code = " ".join(str(error).split()), exit_code(error)

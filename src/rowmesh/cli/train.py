@@ -19,12 +19,14 @@ from rowmesh.errors import InputError, check_range
 from rowmesh.topology import Topology
 from rowmesh.trace.table import format_summary
 from rowmesh.train.board import open_board
+from rowmesh.train.checkpoint import Checkpoints
 from rowmesh.train.config import RunConfig
 from rowmesh.train.folder import MetricsFile, RunFolder, without_nan
 from rowmesh.train.launch import launch
 from rowmesh.train.model import build_model
 from rowmesh.train.planning import check_plan
 from rowmesh.train.recipes import load_recipe
+from rowmesh.train.restarts import earlier_folder, remember_folder
 from rowmesh.train.stop import Stop
 from rowmesh.train.tracing import Tracing, check_trace_file
 from rowmesh.train.trainer import Listener, Trainer
@@ -57,6 +59,18 @@ class _Order:
         if not self.resume:
             folder.check_free()
         return folder
+
+    def place(self) -> tuple[Path, bool]:
+        """The run's folder, and whether to go on from a checkpoint there; for rank 0.
+
+        A restart by torchrun goes on where it can, and begins anew where nothing was saved.
+        """
+        earlier = earlier_folder()
+        if earlier is None:
+            return self.folder().path, self.resume
+        return earlier, self.resume or Checkpoints(
+            RunFolder(earlier).checkpoints
+        ).latest() is not None
 
 
 def train_command(
@@ -106,7 +120,8 @@ def train_command(
     Ctrl-C or SIGTERM stops all ranks after the same step, with a checkpoint if the run saves any;
     a second one ends them at once. Exit code 0: done; 2: bad input; 130: stopped; else 1.
 
-    Under torchrun, on one host or many: torchrun --nproc-per-node 2 -m rowmesh.cli train
+    Under torchrun, on one host or many: torchrun --nproc-per-node 2 -m rowmesh.cli train. Its
+    --max-restarts goes on from the last checkpoint.
     """
     with one_sentence():
         if resume and (folder is None or recipe is not None):
@@ -124,9 +139,9 @@ def train_command(
         )
         _check_trace(order, has_steps=trace_steps is not None)
         config = order.config()  # fail before ranks start
-        order.folder()
         config.training.num_steps(config.data)
         if "WORLD_SIZE" not in os.environ:  # else the ranks are there, and plan at once
+            order.folder()
             model = build_model(config.model, config.data, seed=config.seed)
             check_plan(config.plan, model, Topology(local=max(ranks or 1, 1)))
         launch(functools.partial(_train_rank, order), ranks=ranks)
@@ -135,20 +150,22 @@ def train_command(
 def _train_rank(order: _Order, mesh: Mesh) -> None:
     """One rank of `rowmesh train`; rank 0 prints and writes."""
     config = order.config()
-    folder = RunFolder(on_rank_0(mesh, lambda: order.folder().path))
+    path, resumes = on_rank_0(mesh, order.place)
+    folder = RunFolder(path)
     with Stop(mesh) as stop, contextlib.ExitStack() as closing:
 
         def lock() -> None:
             closing.enter_context(folder.lock())
+            remember_folder(folder.path)
 
         def begin() -> None:
-            if not order.resume:
+            if not resumes:
                 lock()
             folder.write(config, trainer.plan)
 
-        if order.resume:
+        if resumes:
             on_rank_0(mesh, lock)
-        trainer = Trainer(config, mesh, folder=folder, resume=order.resume)
+        trainer = Trainer(config, mesh, folder=folder, resume=resumes)
         on_rank_0(mesh, begin)
         view = None
         listeners: list[Listener] = []

@@ -22,6 +22,7 @@ from torch import Tensor
 from rowmesh.comm.codecs import Message
 from rowmesh.comm.leaving import let_leave
 from rowmesh.comm.ledger import Ledger
+from rowmesh.comm.listening import cut_sockets
 from rowmesh.comm.numbers import MOST_CHANNELS, Loan, Numbers
 from rowmesh.comm.shared import Arrival, Segment, Waitable
 from rowmesh.comm.status import Bulletin
@@ -66,6 +67,8 @@ class Wire:
 
     Attributes:
         segment: What this host's ranks share, or None: `open_segment`.
+        sockets: The connections of the lanes: `open_sockets`.
+        secret: Of this mesh's ranks, which seals objects.
     """
 
     def __init__(
@@ -82,6 +85,8 @@ class Wire:
         self.rank, self.world, self.trace = rank, world, trace
         self.lanes, self.ledger, self.bulletin, self.debug = lanes, ledger, bulletin, debug
         self.segment: Segment | None = None
+        self.sockets: Mapping[int, int] = {}
+        self.secret = b""
         self.numbers = Numbers()
         self._process, self._is_closed = os.getpid(), False
         self._posting = threading.Lock()
@@ -160,6 +165,12 @@ class Wire:
         if len(self.leaving) > _MOST_LEAVING:
             with contextlib.suppress(StopIteration, RuntimeError):  # another thread was first
                 self.leaving.pop(next(iter(self.leaving)), None)
+
+    def cut(self) -> None:
+        """Make every wait of this rank raise: a rank has failed, and may be the one waited for."""
+        if self.segment is not None:
+            self.segment.is_cut = True
+        cut_sockets(self.sockets)
 
     def close(self) -> None:
         """Wait for messages to ranks that have not left, end the threads and leave the segment."""

@@ -16,7 +16,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from rowmesh.comm.device import choose_device
 from rowmesh.comm.ending import watch_end
 from rowmesh.comm.exchange import Lane, Wire
+from rowmesh.comm.joining import is_kept_by, meet, open_store, secret_of
 from rowmesh.comm.ledger import Ledger
+from rowmesh.comm.listening import Listener, open_sockets
 from rowmesh.comm.loops import Loops
 from rowmesh.comm.shared import open_segment, why_not_shared
 from rowmesh.comm.status import Bulletin, sentence_of
@@ -70,6 +72,7 @@ class Mesh:
             debug=debug,
         )
         self._totals = Totals(self.wire, self.device)
+        self.listener: Listener | None = None
         self._threads = Threads()
         self._owned: list[dist.ProcessGroup] = []
         self._forget_end: Callable[[], None] = lambda: None
@@ -259,6 +262,7 @@ class Mesh:
             self.loops.explain(error)
             self.bulletin.publish(f"rank {self.rank} failed: {sentence_of(error)}")
         self.bulletin.hear(self.world)
+        self.wire.cut()  # else its threads would wait for peers that do not know yet
 
     def end_threads(self) -> None:
         """Wait until the communication threads have done what is under way, and end them.
@@ -278,6 +282,8 @@ class Mesh:
         if self._is_closed or os.getpid() != self._process:
             return
         self.end_threads()
+        if self.listener is not None:
+            self.listener.end()
         self.bulletin.leave(self.num_forwards)
         self.wire.close()
         self._is_closed = True
@@ -356,30 +362,34 @@ def init_mesh(
         shared_memory = why_not_shared() is None
     if not dist.is_initialized() and "WORLD_SIZE" not in os.environ:
         return Mesh(topology=Topology(), rank=0, lanes={}, device=device, debug=debug)
-    timeout = timedelta(seconds=timeout_s)
-    owns_default = not dist.is_initialized()
+    timeout, owns_default = timedelta(seconds=timeout_s), not dist.is_initialized()
     if owns_default:
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timeout)
-    rank, world = dist.get_rank(), dist.get_world_size()
+        launched, rank, world = open_store(timeout_s=timeout_s)
+    else:
+        launched, rank, world = _get_default_store(), dist.get_rank(), dist.get_world_size()
+    store = meet(launched, rank=rank, world=world, hosts=hosts, timeout_s=timeout_s)
+    if owns_default:
+        backend, theirs = "nccl" if device.type == "cuda" else "gloo", PrefixStore("group", store)
+        dist.init_process_group(backend, store=theirs, rank=rank, world_size=world, timeout=timeout)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     hosts = world // local if hosts is None else hosts
     if hosts < 1 or world % hosts:
         raise InputError(f"{world} ranks do not divide into {hosts} hosts")
+    before = open_sockets()
     lanes = make_lanes(list(range(world)), timeout=timeout) if world > 1 else {}
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = PrefixStore(f"rowmesh/{attempt}", _get_default_store())
-    number = store.add(f"meshes/{rank}", 1)  # of this program, the same on all ranks
     mesh = Mesh(
         topology=Topology(hosts=hosts, local=world // hosts),
         rank=rank,
         lanes=lanes,
-        store=PrefixStore(f"mesh/{number}", store),
+        store=store,
         device=device,
         debug=debug,
-        keeps_store=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        keeps_store=is_kept_by(rank),
     )
     mesh._owned = list(lanes.values())
+    mesh.wire.secret = secret_of(store)
+    mesh.wire.sockets = {fd: which for fd, which in open_sockets().items() if fd not in before}
+    mesh.listener = Listener(mesh.bulletin, mesh.wire.cut) if world > 1 else None
     mesh._forget_end = watch_end(
         mesh.bulletin, rank=rank, fail=mesh.fail, close=mesh.close, owns_default=owns_default
     )

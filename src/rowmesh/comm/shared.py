@@ -52,6 +52,7 @@ class Segment:
         self.end, self.first, self.timeout_s, self.spin_s = end, first, timeout_s, spin_s
         self.largest_bytes = end.arena_bytes // _LARGEST
         self.num_by_gloo = 0  # messages that found the arena full
+        self.is_cut = False  # nothing is worth a wait any more
         self._unsettled: list[tuple[int, int, Waitable, Tensor]] = []
         self._settling = threading.Lock()
         self._posted: dict[tuple[int, int], list[Arrival]] = {}
@@ -165,9 +166,11 @@ class Segment:
         return {to for (to, *_), is_settled in parts if not is_settled}
 
     def check(self, peer: int, deadline: float) -> None:
-        """Raise a RuntimeError if the peer is gone or it is too late."""
+        """Raise a RuntimeError if the peer is gone, a rank has failed, or it is too late."""
         if not self.end.is_alive(peer):
             raise RuntimeError("the process has ended")
+        if self.is_cut:
+            raise RuntimeError("a rank has failed")
         if time.monotonic() > deadline:
             raise RuntimeError("timed out")
 

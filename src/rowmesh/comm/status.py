@@ -7,6 +7,7 @@ process ends; ranks that then lose the connection look there first.
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Iterator
 
@@ -16,6 +17,7 @@ from rowmesh.errors import InputError, PeerError, RowmeshError, StepError
 
 __all__ = ["Bulletin", "sentence_of"]
 
+_LOOK_S = 1.0  # between two looks for a sentence, while nothing else says that a rank failed
 _GRACE_S = 3.0  # how long a rank that lost a peer waits for that peer's own words
 _LATE_S = 0.3  # and one whose time is up: it knows as much as anyone, and its lanes are closed
 
@@ -88,6 +90,15 @@ class Bulletin:
                 time.sleep(0.02)
             return str(self._store.get("failure/sentence").decode())
         return None
+
+    def await_failure(self, ended: threading.Event) -> bool:
+        """Return true once a cause is published; false at ``ended``, or if the store is gone."""
+        with self._reachable():
+            assert self._store is not None
+            while not ended.wait(_LOOK_S):
+                if self._store.check(["failure/sentence"]):
+                    return True
+        return False
 
     def leave(self, num_steps: int) -> None:
         """Note that this rank ended its work normally after ``num_steps`` training forwards."""

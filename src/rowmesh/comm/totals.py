@@ -1,12 +1,12 @@
 """Sums and objects of all ranks. What ranks bring is compared first: they may not mean the same."""
 
-import pickle
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from rowmesh.comm.exchange import DTYPES, Channel, Lane, Wire
+from rowmesh.comm.seals import seal, unseal
 from rowmesh.errors import InputError
 
 __all__ = ["Totals"]
@@ -76,15 +76,16 @@ class Totals:
 
     def gather(self, value: Any, *, edge: str | None) -> list[Any]:
         """`Mesh.gather_objects`."""
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        data = data.to(self._device)
+        secret = self._wire.secret
+        data = torch.frombuffer(seal(value, secret), dtype=torch.uint8).to(self._device)
         sizes = torch.zeros(self._wire.world, dtype=torch.int64, device=self._device)
         sizes[self._wire.rank] = len(data)
         sizes = self.total(sizes, edge=edge, call="gather_objects")
         found = [data.new_empty(int(n)) for n in sizes.tolist()]
         found[self._wire.rank] = data
         self._post(2, data, found, edge)
-        return [pickle.loads(part.cpu().numpy().tobytes()) for part in found]
+        parts = [part.cpu().numpy().tobytes() for part in found]
+        return [unseal(part, secret, rank=rank) for rank, part in enumerate(parts)]
 
     def _post(self, which: int, data: Tensor, found: list[Tensor], edge: str | None) -> None:
         peers = self._wire.peers()

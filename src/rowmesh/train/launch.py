@@ -1,63 +1,48 @@
-"""Local ranks by torch's own launcher, and what to say when one of them fails."""
+"""Local ranks: starts them, hands signals on, and says why one of them failed."""
 
 import contextlib
-import logging
 import multiprocessing
 import os
 import re
 import signal
-import sys
 import tempfile
-import threading
-import traceback
-import uuid
-from collections.abc import Callable, Iterator
-from multiprocessing import resource_tracker
-from typing import NoReturn, TypeVar
-
-import torch
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.errors import (
-    ChildFailedError,
-    ProcessFailure,
-    get_error_handler,
-)
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection, forkserver, resource_tracker
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from types import FrameType
+from typing import Any, TypeVar
 
 from rowmesh.comm.mesh import Mesh, init_mesh
-from rowmesh.comm.status import sentence_of
 from rowmesh.errors import InputError, PeerError
+from rowmesh.signals import SIGNALS, handled
 from rowmesh.storage import keep_freed_memory
-from rowmesh.train.stop import INTERRUPTED, SIGNALS
+from rowmesh.train.started import Report, exit_code, run_rank, settle_rank, watch_agent
+from rowmesh.train.stop import ONE_EVENT_S
 
 __all__ = ["exit_code", "launch", "settle_rank"]
 
 T = TypeVar("T")
 
-_BAD_INPUT, _OTHER = 2, 1
-_SHUTDOWN_S = 8  # ranks that outlive a failed one so long are killed
+_BAD_INPUT = 2
+_SHUTDOWN_S = 5.0  # ranks that outlive a failed one so long are killed
 # One process imports these, and ranks are its forks. torch._dynamo is what the first optimizer of a
 # process imports, and takes as long as torch itself.
 _PRELOADED = ["rowmesh", "torch._dynamo"]
-_LAUNCHER_LOGS = ("distributed.elastic", "multiprocessing.spawn")
 _STOPPED = re.compile(r"KeyboardInterrupt: (.*)")
 _OURS = re.compile(r"(?:InputError|PlanError|NotExecutable|StepError|DivergedError|PeerError): ")
-_INPUT = re.compile(r"(?:rank \d+ failed: )?(?:InputError|PlanError|NotExecutable): ")
-
-
-def exit_code(error: BaseException) -> int:
-    """2 for bad input (`InputError`, `PlanError`), be it this rank's or a peer's; else 1."""
-    is_input = _INPUT.match(sentence_of(error).removeprefix("PeerError: "))
-    return _BAD_INPUT if is_input else _OTHER
 
 
 def launch(work: Callable[[Mesh], T], *, ranks: int | None = None) -> T:
     """``work(mesh)`` on ``ranks`` processes of this machine, or on the ranks of ``torchrun``.
 
     Under ``torchrun`` (WORLD_SIZE is set) this process joins its ranks; one rank needs no other
-    process. Otherwise torch's launcher starts the ranks, each with one torch thread, and ends
-    all of them when one fails. SIGINT and SIGTERM go on to the ranks, which stop when they like
-    (`rowmesh.train.stop.Stop`); the next one kills them. Every rank keeps freed memory.
+    process. Otherwise ranks are started here, each with one torch thread, and all of them end when
+    one fails, or this process does. SIGINT, SIGTERM and SIGHUP go on to the ranks, which stop when
+    they like (`rowmesh.train.stop.Stop`); the next one kills them. Every rank keeps freed memory.
+    No port is open to other machines (docs/security.md).
 
     Args:
         work: A function or `functools.partial` that pickles; it runs on every rank.
@@ -79,133 +64,191 @@ def launch(work: Callable[[Mesh], T], *, ranks: int | None = None) -> T:
         raise InputError(f"torchrun started {joined} ranks, not {ranks}: leave out the ranks")
     if joined or ranks in (None, 1):
         keep_freed_memory()
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            watch_agent()
         with init_mesh() as mesh:
             return work(mesh)
     assert ranks is not None
-    return _start(work, ranks)
+    result: T = _start(work, ranks)
+    return result
 
 
-def settle_rank() -> None:
-    """One torch thread, and freed memory is kept: for processes that are nothing but a rank."""
-    torch.set_num_threads(1)
-    keep_freed_memory()
+@dataclass(eq=False, slots=True)
+class _Started:
+    """A rank: its process, the line it reports on, and what came."""
 
+    rank: int
+    process: ForkServerProcess
+    line: Connection
+    report: Report | None = None
+    was_killed: bool = False
 
-def _start(work: Callable[[Mesh], T], ranks: int) -> T:
-    with (
-        tempfile.TemporaryDirectory(prefix="rowmesh-") as logs,
-        _quiet_launcher(),
-        _one_thread(),
-        _forwarded_signals() as forwarded,
-    ):
-        multiprocessing.set_forkserver_preload(_PRELOADED)
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
-            max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=logs),
-            shutdown_timeout=_SHUTDOWN_S,
-            start_method="forkserver",
-        )
+    def read(self) -> bool:
+        """Take what it says; false when it says no more."""
         try:
-            result: T = elastic_launch(config, _run_rank)(work)[0]
-            return result
-        except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            if forwarded:
-                raise KeyboardInterrupt(forwarded[0]) from None
-            raise _explain(rank, failure) from None
+            self.report = self.line.recv()
+        except (EOFError, OSError):
+            return False
+        return True
+
+    def kill(self) -> None:
+        """End it, if it has not ended."""
+        if self.process.exitcode is None:
+            self.was_killed = True
+            self.process.kill()
 
 
-def _run_rank(work: Callable[[Mesh], T]) -> T:
-    """A started rank: leave the reason of a failure for the launcher, and end at once."""
-    settle_rank()
-    try:
-        signal.signal(signal.SIGINT, _interrupt)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked since this process began
-        with init_mesh() as mesh:
-            return work(mesh)
-    except KeyboardInterrupt as error:
-        _end(error, INTERRUPTED)
-    except Exception as error:
-        if os.environ.get("ROWMESH_DEBUG", "") not in ("", "0"):
-            traceback.print_exc()
-        _end(error, exit_code(error))
-
-
-def _interrupt(number: int, frame: object) -> NoReturn:
-    raise KeyboardInterrupt(signal.Signals(number).name)
-
-
-def _end(error: BaseException, code: int) -> NoReturn:
-    get_error_handler().record_exception(error)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):
-            stream.flush()
-    os._exit(code)  # not exit(): it would wait for messages that never come
+def _start(work: Callable[[Mesh], Any], ranks: int) -> Any:
+    started: list[_Started] = []
+    with tempfile.TemporaryDirectory(prefix="rowmesh-") as folder, _one_thread():
+        try:
+            with _server():
+                for rank in range(ranks):
+                    started.append(_start_rank(work, rank, ranks, folder))
+            forwarding = _Forwarding(started)
+            with handled(forwarding.handle):
+                is_well = _attend(started)
+            if forwarding.names:
+                raise KeyboardInterrupt(forwarding.names[0] + _trouble(started))
+            if not is_well:
+                raise _explain(started)
+            report = started[0].report
+            assert report is not None
+            return report.value
+        finally:
+            _end_all(started, after_s=0.0)
 
 
 @contextlib.contextmanager
-def _forwarded_signals() -> Iterator[list[str]]:
-    """Hand the first signal of SIGNALS on to the ranks, and kill them at the second.
+def _server() -> Iterator[None]:
+    """With the process whose forks ranks are, which has signals blocked: they begin like that.
 
-    This thread and the ranks that it starts have the signals blocked: torch's launcher, which
-    would end the ranks, does not see them, and a rank sees one only once it can deal with it.
-
-    Yields:
-        Names of the signals so far.
+    A rank then sees a signal only once it can deal with it. If the ranks are not all started, for
+    Ctrl-C, the process ends at once, though it may have seconds of imports before it.
     """
+    multiprocessing.set_forkserver_preload(_PRELOADED)
     resource_tracker.ensure_running()  # it unblocks the signals when it starts
+    earlier = _server_pid()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    forwarded: list[str] = []
-    done = threading.Event()
-    watcher = threading.Thread(target=_forward, args=(forwarded, done), daemon=True)
-    watcher.start()
     try:
-        yield forwarded
+        forkserver.ensure_running()
     finally:
-        done.set()
-        watcher.join()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    try:
+        yield
+    except BaseException:
+        mine = _server_pid()
+        if mine is not None and mine != earlier:
+            os.kill(mine, signal.SIGKILL)
+        raise
 
 
-def _forward(forwarded: list[str], done: threading.Event) -> None:
-    told: set[int] = set()
-    while not done.is_set():
-        found = signal.sigtimedwait(SIGNALS, 0.1)
-        if found is not None:
-            forwarded.append(signal.Signals(found.si_signo).name)
-        for child in multiprocessing.active_children() if forwarded else ():
-            assert child.pid is not None
-            if len(forwarded) > 1:
-                child.kill()
-            elif child.pid not in told:
-                told.add(child.pid)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(child.pid, signal.SIGINT)
+def _server_pid() -> int | None:
+    found: int | None = getattr(forkserver._forkserver, "_forkserver_pid", None)
+    return found
 
 
-def _explain(rank: int, failure: ProcessFailure) -> BaseException:
-    message = failure.message  # of an error file: a dict, whatever its annotation says
-    if failure.exitcode < 0:
-        name = failure.signal_name()
-        hint = ", as when memory runs out" if name == "SIGKILL" else ""
-        return PeerError(f"rank {rank} was ended by {name}{hint}")
-    if not isinstance(message, dict):
-        return PeerError(f"rank {rank} ended with code {failure.exitcode} and left no message")
-    sentence = " ".join(str(message["message"]).split())
+def _start_rank(work: Callable[[Mesh], Any], rank: int, ranks: int, folder: str) -> _Started:
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    with theirs:
+        process = context.Process(
+            target=run_rank, args=(work, rank, ranks, folder, theirs), name=f"rank {rank}"
+        )
+        process.start()
+    return _Started(rank, process, ours)
+
+
+class _Forwarding:
+    """A signal handler: the first signal goes on to the ranks, a later one kills them."""
+
+    def __init__(self, started: Sequence[_Started]) -> None:
+        self.names: list[str] = []
+        self._started, self._first_at = started, 0.0
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Deal with one."""
+        now, is_first = time.monotonic(), not self.names
+        self.names.append(signal.Signals(number).name)
+        if is_first:
+            self._first_at = now
+            for one in self._started:
+                if one.process.exitcode is None and one.process.pid is not None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(one.process.pid, signal.SIGINT)
+        elif now - self._first_at > ONE_EVENT_S:
+            for one in self._started:
+                one.kill()
+
+
+def _attend(started: Sequence[_Started]) -> bool:
+    """Wait until all ranks have ended: whether all ended well. One that fails ends all."""
+    lines = {one.line: one for one in started}
+    running = {one.process.sentinel: one for one in started}
+    while running:
+        for ready in connection.wait([*lines, *running]):
+            if isinstance(ready, Connection):
+                if not lines[ready].read():
+                    del lines[ready]
+            elif isinstance(ready, int):
+                one = running.pop(ready)
+                one.process.join()
+                if one.process.exitcode:
+                    _end_all(started, after_s=_SHUTDOWN_S)
+                    return False
+    return True
+
+
+def _end_all(started: Sequence[_Started], *, after_s: float) -> None:
+    """Give all that time to end, then kill; and take their last words."""
+    deadline = time.monotonic() + after_s
+    for one in started:
+        one.process.join(max(0.0, deadline - time.monotonic()))
+    for one in started:
+        one.kill()
+    for one in started:
+        one.process.join()
+        while not one.line.closed and one.line.poll() and one.read():
+            pass
+        if after_s == 0.0:
+            one.line.close()
+
+
+def _trouble(started: Sequence[_Started]) -> str:
+    """What a rank says went wrong in a stop, if anything; not what its end did to others."""
+    reports = [one.report for one in started if one.report is not None and one.report.code]
+    own = [r for r in reports if not r.sentence.startswith(("KeyboardInterrupt", "PeerError"))]
+    return f"; {_OURS.sub('', own[0].sentence, count=1)}" if own else ""
+
+
+def _explain(started: Sequence[_Started]) -> BaseException:
+    """The error of the rank that failed first."""
+    for one in started:
+        code = one.process.exitcode
+        if code is not None and code < 0 and not one.was_killed:
+            name = signal.Signals(-code).name
+            hint = ", as when memory runs out" if name == "SIGKILL" else ""
+            return PeerError(f"rank {one.rank} was ended by {name}{hint}")
+    failed = [one for one in started if one.report is not None and one.report.code]
+    if not failed:
+        one = next(one for one in started if one.process.exitcode)
+        code = one.process.exitcode
+        return PeerError(f"rank {one.rank} ended with code {code} and left no message")
+    first = min(failed, key=_time_of)
+    assert first.report is not None
+    sentence = " ".join(first.report.sentence.split())
     if stopped := _STOPPED.match(sentence):
         return KeyboardInterrupt(stopped[1])
     if _OURS.match(sentence):
         sentence = _OURS.sub("", sentence, count=1)
     else:
-        sentence = f"rank {rank} failed: {sentence} (ROWMESH_DEBUG=1 shows where)"
-    return InputError(sentence) if failure.exitcode == _BAD_INPUT else PeerError(sentence)
+        sentence = f"rank {first.rank} failed: {sentence} (ROWMESH_DEBUG=1 shows where)"
+    return InputError(sentence) if first.report.code == _BAD_INPUT else PeerError(sentence)
+
+
+def _time_of(one: _Started) -> float:
+    assert one.report is not None
+    return one.report.at
 
 
 @contextlib.contextmanager
@@ -219,20 +262,3 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         del os.environ["OMP_NUM_THREADS"]
-
-
-@contextlib.contextmanager
-def _quiet_launcher() -> Iterator[None]:
-    """Keep the launcher's own log off stderr: it repeats failures at length."""
-    silent = logging.NullHandler()
-    loggers = [logging.getLogger(f"torch.{name}") for name in _LAUNCHER_LOGS]
-    before = [logger.propagate for logger in loggers]
-    for logger in loggers:
-        logger.propagate = False
-        logger.addHandler(silent)
-    try:
-        yield
-    finally:
-        for logger, propagate in zip(loggers, before, strict=True):
-            logger.removeHandler(silent)
-            logger.propagate = propagate

@@ -25,7 +25,16 @@ __all__ = ["check_hostname", "check_interfaces", "check_trial"]
 _LOOPBACK = "772"  # of /sys/class/net/*/type
 _TRIAL_BYTES = 4 << 20  # from each rank to the other
 _TRIAL = "from rowmesh.train.network import run_trial; run_trial()"
-_LAUNCHED = ("WORLD_SIZE", "RANK", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+_LAUNCHED = (
+    "WORLD_SIZE",
+    "RANK",
+    "LOCAL_",
+    "GROUP_",
+    "ROLE_",
+    "MASTER_",
+    "TORCHELASTIC_",
+    "ROWMESH_STORE_",
+)
 
 
 def check_interfaces(root: Path = ROOT) -> Iterator[Finding]:
@@ -135,7 +144,7 @@ def check_trial(*, timeout_s: float = 60.0) -> Finding:
 
 
 def _failed(name: str, reason: str) -> Finding:
-    advice = "a firewall on the loopback, or GLOO_SOCKET_IFNAME: try GLOO_SOCKET_IFNAME=lo"
+    advice = "no loopback, or a firewall on it: try ip link set lo up"
     return Finding(name=name, value=f"failed: {reason}", ok=False, advice=advice)
 
 

@@ -133,7 +133,7 @@ class Trainer:
             bytes that a rank should send a step and, if calibrated, its seconds; ``ranks``,
             ``steps`` done, ``not_finite_steps`` whose loss was not finite and ``skipped_steps``
             of them, the plan's ``exactness``, and ``is_stopped``, with ``saved_step``, the last
-            step saved if any. A stopped run is not evaluated.
+            step saved if any. A run stopped before its last evaluation ended has none.
 
         Raises:
             InputError: On all ranks, if a batch of one is wrong; the sentence names rank, step
@@ -162,7 +162,8 @@ class Trainer:
             raise
         found: dict[str, Any] = {}
         if not is_stopped:
-            found = self._evaluate(listeners)
+            found = self._evaluate(listeners, stop)  # a run that resumes repeats it
+            is_stopped = not found
         return (
             found
             | totals.result()
@@ -244,7 +245,7 @@ class Trainer:
             self.plan = self._refresh.refresh(self.model, self.plan, self.optimizer)
         every, eval_every = self.config.checkpoint.every, self.config.training.eval_every
         if eval_every is not None and self.step % eval_every == 0:
-            self._evaluate(listeners)
+            self._evaluate(listeners, Stop(self.mesh))  # whole: a run that resumes has it once
         if self._checkpoints is not None and every is not None and self.step % every == 0:
             self._save()  # last, so that what precedes a checkpoint is in the metrics
 
@@ -288,16 +289,18 @@ class Trainer:
         )
 
     @torch.no_grad()
-    def _evaluate(self, listeners: Sequence[Listener]) -> dict[str, Any]:
+    def _evaluate(self, listeners: Sequence[Listener], stop: Stop) -> dict[str, Any]:
         """Metrics of the model, and the AUC of the truth, on all held-out batches.
 
-        The model is what a checkpoint would hold: shard groups that step apart are averaged.
+        The model is what a checkpoint would hold: shard groups that step apart are averaged. Empty
+        if a rank was asked to stop, which then reads no more.
         """
         self.optimizer.sync()
         mesh, source = self.mesh, self.config.data
         held_out = source.held_out(rank=mesh.rank, world=mesh.world)
         chosen = itertools.islice(held_out, self.config.training.eval_batches)
-        loader = self._checked(chosen, 1, "held-out batch")
+        wanted = itertools.takewhile(lambda batch: stop.reason is None, chosen)
+        loader = self._checked(wanted, 1, "held-out batch")
         if self._last_batch is None:  # a resumed run that has no step left
             first = next(source.batches(rank=mesh.rank, world=mesh.world))
             self._last_batch = first.to(mesh.device)
@@ -310,6 +313,8 @@ class Trainer:
                 best.update(torch.logit(true), batch.labels)
             if batch.groups is not None:
                 ranked.update(logits, batch.labels, batch.groups)
+        if mesh.total(int(stop.reason is not None)):
+            return {}
         whole, bayes = (
             ClickMetrics.from_state(mesh.total(metrics.state()).cpu()).result()
             for metrics in (found, best)
