@@ -12,6 +12,8 @@ from rowmesh.errors import InputError
 
 __all__ = [
     "BYTES_OF",
+    "MAX_DIM",
+    "MAX_ROWS",
     "EmbeddingBagConfig",
     "EmbeddingConfig",
     "PoolingType",
@@ -25,6 +27,7 @@ __all__ = [
 ]
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+MAX_ROWS, MAX_DIM = 1 << 48, 1 << 16  # of a table: bytes of any share stay far below 2^63
 BYTES_OF = {torch.float32: 4, torch.float16: 2, torch.bfloat16: 2}
 
 
@@ -76,6 +79,11 @@ class TableConfig:
             raise InputError(
                 f"table {self.name!r} needs at least one row and one column, got "
                 f"num_embeddings={self.num_embeddings}, embedding_dim={self.embedding_dim}"
+            )
+        if self.num_embeddings > MAX_ROWS or self.embedding_dim > MAX_DIM:
+            raise InputError(
+                f"table {self.name!r} has {self.num_embeddings:,} rows of {self.embedding_dim:,} "
+                f"columns, but may have {MAX_ROWS:,} of {MAX_DIM:,} at most"
             )
         if self.data_type not in BYTES_OF:
             raise InputError(

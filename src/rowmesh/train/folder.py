@@ -15,7 +15,7 @@ from rowmesh.placement import Plan, load_plan, save_plan
 from rowmesh.topology import Topology
 from rowmesh.train.config import RunConfig
 from rowmesh.train.planning import PlanConfig
-from rowmesh.train.recipes import config_to_json, load_recipe
+from rowmesh.train.recipes import config_to_json, load_plan_settings, load_recipe
 from rowmesh.train.tally import StepRecord
 
 __all__ = ["MetricsFile", "RunFolder", "without_nan"]
@@ -82,8 +82,14 @@ class RunFolder:
             finally:
                 path.unlink(missing_ok=True)
 
-    def load_config(self, overrides: Sequence[str] = ()) -> RunConfig:
+    def load_config(
+        self, overrides: Sequence[str] = (), *, data_from: str | None = None
+    ) -> RunConfig:
         """The config of the run in this folder, with overrides that leave its state valid.
+
+        Args:
+            overrides: As for `load_recipe`.
+            data_from: The Python recipe that makes the data, if the run was of one.
 
         Raises:
             InputError: If there is no run, or an override would change model, data or seed.
@@ -97,7 +103,7 @@ class RunFolder:
                     f"{key} of a run cannot change when it resumes: start a new run, or change "
                     f"only {', '.join(_MAY_CHANGE)}"
                 )
-        return load_recipe(self.config, overrides)
+        return load_recipe(self.config, overrides, data_from=data_from)
 
     def write(self, config: RunConfig, plan: Plan) -> None:
         """Write the resolved config and the plan; a reader never sees half of one."""
@@ -113,7 +119,7 @@ class RunFolder:
 
         A resumed run then goes on with it.
         """
-        if not self.plan.is_file() or load_recipe(self.config).plan != settings:
+        if not self.plan.is_file() or load_plan_settings(self.config) != settings:
             return None
         plan = load_plan(self.plan)
         return plan if plan.fingerprint == topology.fingerprint() else None
