@@ -1,12 +1,12 @@
 """Hot rows: their sidecar files, their rules, their layout, and the planner that chooses them."""
 
-from dataclasses import io
+import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import replace
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -169,7 +169,9 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
         raise OSError(None, "it is no regular file", str(path))
     partial = _partial(path)
     try:
-        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        partial.unlink(missing_ok=True)
+        with partial.open("xb") as stream:  # anew: a link of that name is not followed
+            stream.write(content.encode() if isinstance(content, str) else content)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
