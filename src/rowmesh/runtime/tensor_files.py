@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rowmesh.comm.status import sentence_of
-from rowmesh.errors import InputError
+from rowmesh.errors import InputError, shown
 from rowmesh.extras import require_extra
 from rowmesh.files import read_json
 
@@ -110,12 +110,12 @@ def _open_indexed(path: Path) -> dict[str, Tensor]:
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
         raise InputError(f"{path} has no weight_map of tensors to files")
     for name in set(files.values()):
-        if Path(name).name != name:
-            raise InputError(f"{path} names {name!r}, which is no file beside it")
+        if Path(name).name != name or len(name) > 255:
+            raise InputError(f"{path} names {shown(name)}, which is no file beside it")
     opened = {name: _open_safetensors(path.parent / name) for name in set(files.values())}
     for key, name in files.items():
         if key not in opened[name]:
-            raise InputError(f"{path} says that {key!r} is in {name}, which does not hold it")
+            raise InputError(f"{path} says that {shown(key)} is in {name}, which does not hold it")
     return {key: opened[name][key] for key, name in files.items()}
 
 

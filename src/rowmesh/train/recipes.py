@@ -276,8 +276,8 @@ def _make_source(base: Source, table: dict[str, Any]) -> Source:
     fields = dict(table)
     kind = fields.pop("kind", None)
     kind = kind.text if isinstance(kind, Text) else kind
-    if kind is not None and kind not in _SOURCES:
-        raise InputError(f"unknown data.kind {kind!r}{did_you_mean(str(kind), _SOURCES)}")
+    if kind is not None and (not isinstance(kind, str) or kind not in _SOURCES):
+        raise InputError(f"unknown data.kind {shown(kind)}{did_you_mean(shown(kind), _SOURCES)}")
     if kind is not None and type(base) is not _SOURCES[kind]:
         made: Source = build(_SOURCES[kind], fields, "data")
         return made

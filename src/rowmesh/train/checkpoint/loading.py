@@ -150,8 +150,8 @@ def _described(folder: Path) -> Iterator[None]:
 def _empty(entry: dict[str, Any]) -> Tensor:
     try:
         return torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
-    except RuntimeError as error:  # of sizes that no memory has
-        raise InputError(f"a tensor of the checkpoint is {entry['shape']}: {error}") from None
+    except RuntimeError:
+        raise InputError(f"no memory holds a tensor of shape {entry['shape']}") from None
 
 
 def check_all(folder: Path) -> None:
