@@ -11,6 +11,7 @@ ROOT = Path(rowmesh.__file__).parent
 REPOSITORY = Path(__file__).parent.parent
 WORDS = {
     "errors",
+    "extras",
     "topology",
     "features",
     "tables",

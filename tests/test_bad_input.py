@@ -213,7 +213,10 @@ def test_bad_data_ends_every_rank_and_keeps_the_checkpoints(tmp_path: Path) -> N
     assert steps_in(folder) == [1, 2, 3, 4, 5]
     recipe.write_text(recipe.read_text().replace("nan", "well"))
     more = ["--set", "training.steps=8"]
-    result = run("train", "--folder", str(folder), "--resume", "--json", *more)
+    told = one_sentence(run("train", "--folder", str(folder), "--resume", "--json", *more))
+    assert told.endswith(f"or, to resume, rowmesh train {recipe} --folder {folder} --resume")
+    resumed = ("train", str(recipe), "--folder", str(folder), "--resume", "--json", *more)
+    result = run(*resumed)
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["steps"] == 8
     assert steps_in(folder) == [1, 2, 3, 4, 5, 6, 7, 8, 8]

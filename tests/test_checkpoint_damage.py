@@ -206,6 +206,14 @@ def test_nothing_of_a_checkpoint_is_unpickled(
             lambda d: d["tensors"]["tables.c0_t0.weight"]["chunks"][0].__setitem__(3, 1 << 40),
             "has 0 of its",
         ),
+        (lambda d: d["sparse_group"].update(lr="fast"), "'lr' of the sparse parameter group is 'f"),
+        (lambda d: d["sparse_group"].pop("lr"), "the sparse parameter group is {"),
+        (lambda d: d["dense_optimizer"].pop("groups"), "is described wrongly: KeyError('groups')"),
+        (lambda d: d["dense_optimizer"]["groups"][0].update(options=[]), "a dense parameter group"),
+        (lambda d: d["dense_optimizer"].update(scalars={"x": {}}), "not of its parameters"),
+        (lambda d: d["dense_optimizer"].update(scalars={}), "not of the dense optimiser's param"),
+        (lambda d: d["tables"]["c0_t0"].update(rows=[[]]), "its rows is [[]] in the checkpoint"),
+        (lambda d: d["tensors"]["random.0"].update(shape=[1 << 55]), "no memory holds a tensor"),
     ],
 )
 def test_a_forged_description_is_refused(

@@ -16,6 +16,7 @@ from rowmesh import native
 from rowmesh.cli import app
 from rowmesh.cli import doctor as cli_doctor
 from rowmesh.comm import shared
+from rowmesh.extras import Extra
 from rowmesh.native import library
 from rowmesh.train import doctor, network
 from rowmesh.train.doctor import can_train, check_extra, examine, features
@@ -284,10 +285,11 @@ def test_extras_say_what_they_are_for_and_how_to_get_them(monkeypatch: pytest.Mo
     found = check_extra("safetensors")
     assert found.ok is True
     assert found.value[0].isdigit()
-    monkeypatch.setattr(doctor, "_EXTRAS", {"no-such-package": ("some", "something")})
+    extra = Extra("no-such-package>=1", "some", "something")
+    monkeypatch.setattr(doctor, "EXTRAS", {"no-such-package": extra})
     found = check_extra("no-such-package")
     assert (found.value, found.ok) == ("not installed", None)
-    assert found.advice == "pip install 'rowmesh[some]' for something"
+    assert found.advice == "pip install 'no-such-package>=1' for something"
 
 
 def test_a_trial_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,7 +316,7 @@ def all_ok(**changes: Any) -> list[Finding]:
         "host name",
         "nccl",
         "CUDA devices",
-        *doctor._EXTRAS,
+        *doctor.EXTRAS,
         "emulated hosts",
     ]
     oks = dict.fromkeys(names, True) | {k.replace("_", " "): v for k, v in changes.items()}

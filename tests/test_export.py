@@ -514,7 +514,7 @@ def test_an_export_that_cannot_be_is_told_on_all_ranks(tmp_path: Path) -> None:
             r"cannot write .*dir.safetensors: it is a folder",
             r"cannot write .*such: there is no folder .*no",
             r"max_file_bytes is 0, but must be at least 1",
-            r"need the safetensors library: pip install 'rowmesh\[export\]'",
+            r"safetensors is needed for rm\.export.*: pip install 'safetensors>=0\.4'",
         ],
         strict=True,
     ):

@@ -1,5 +1,6 @@
 """Hot rows: their sidecar files, their rules, their layout, and the planner that chooses them."""
 
+import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -123,9 +124,12 @@ def test_hot_rows_that_are_lost_or_changed_are_told(tmp_path: Path) -> None:
     np.save(file, np.array([3, 6]))
     with pytest.raises(PlanError, match=r"does not hold the 2 hot rows that the plan was made"):
         load_plan(tmp_path / "plan.json")
-    for damaged in (b"", b"PK\x03\x04garbage", b"\x93NUMPY"):
+    stream = io.BytesIO()
+    header = {"descr": "<i8", "fortran_order": False, "shape": (2_000_000_000,)}
+    np.lib.format.write_array_header_1_0(stream, header)  # asks for 14.9 GiB
+    for damaged in (b"", b"PK\x03\x04garbage", b"\x93NUMPY", stream.getvalue()):
         file.write_bytes(damaged)
-        with pytest.raises(PlanError, match=r"\.npy is damaged: make the plan again"):
+        with pytest.raises(PlanError, match=r"\.npy is damaged \(.*\): make the plan again"):
             load_plan(tmp_path / "plan.json")
     save_plan(plan(table(hot=[5, 3])), tmp_path / "plan.json")
     load_plan(tmp_path / "plan.json")
@@ -134,7 +138,7 @@ def test_hot_rows_that_are_lost_or_changed_are_told(tmp_path: Path) -> None:
         load_plan(tmp_path / "plan.json")
     text = (tmp_path / "plan.json").read_text().replace('"hot_t_', '"../hot_t_')
     (tmp_path / "plan.json").write_text(text)
-    with pytest.raises(PlanError, match=r"must be the name of a file beside the plan"):
+    with pytest.raises(PlanError, match=r"must be in a file hot….npy beside the plan"):
         load_plan(tmp_path / "plan.json")
 
 

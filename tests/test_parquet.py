@@ -559,7 +559,7 @@ def test_without_pyarrow_the_error_says_what_to_install(
     two_files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(InputError, match=r"pip install 'rowmesh\[parquet\]'"):
+    with pytest.raises(InputError, match=r"pyarrow is needed for .*: pip install 'pyarrow>=16'"):
         _ = source(two_files).steps_per_epoch
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rowmesh.errors import InputError, PlanError
+from rowmesh.errors import InputError, PeerError, PlanError
 from rowmesh.placement import (
     Codec,
     Copies,
@@ -34,7 +34,8 @@ from rowmesh.placement import (
 )
 from rowmesh.placement.columns import column_bounds, num_blocks
 from rowmesh.placement.dense import bucket_elements, bucket_parameters
-from rowmesh.placement.text import bytes_per_rank, render
+from rowmesh.placement.diff import diff_plans
+from rowmesh.placement.text import bytes_per_rank, render, render_why
 from rowmesh.tables import PoolingType
 from rowmesh.topology import Link, Topology
 
@@ -290,7 +291,7 @@ HOST_BOXES = {"copies": Copies.HOST, "split": Split(kind="boxes", rows="host")}
         (plan(table("a"), table("b"), table("a")), r"planned more than once: \['a'\]"),
         (plan(table(num_embeddings=0)), "table 'user' needs at least one row"),
         (plan(table(embedding_dim=0)), "table 'user' needs at least one row and one column"),
-        (plan(table(virtual_shards=0)), "0 virtual shards, at least 1"),
+        (plan(table(virtual_shards=0)), "0 virtual shards, but it must be from 1 to 1048576"),
         (plan(table(tiers=())), "'user': the last tier must hold the rest"),
         (plan(table(tiers=tier(0, rows=HOT))), "the last tier must hold the rest"),
         (plan(table(tiers=tier(0) + tier(0))), "only the last tier may hold the rest"),
@@ -488,7 +489,8 @@ def plans(draw: st.DrawFn) -> Plan:
     )
 
 
-HOT_FIELDS: dict[str, Any] = {"count": st.integers(1, 100), "sha256": st.text(), "file": st.text()}
+HOT_FILES = st.from_regex(r"hot[a-z0-9_-]{0,9}\.npy", fullmatch=True)
+HOT_FIELDS: dict[str, Any] = {"count": st.integers(1, 100), "sha256": st.text(), "file": HOT_FILES}
 AMOUNT = st.floats(0, 1e15)
 STACK = st.sampled_from(["fp32", "fp16", "bf16", "int8", "threshold(0.01, 1000)", "topk(1e-3)"])
 CODECS = st.builds(
@@ -657,7 +659,7 @@ def large(num_tables: int, hosts: int = 64, local: int = 8, **changes: Any) -> P
 def test_a_printed_plan_has_a_row_a_table_up_to_forty() -> None:
     lines = str(large(1000)).splitlines()
     assert len(lines) == 3 + 40 + 1 + 3
-    assert "... and 960 more tables" in lines
+    assert "... and 960 more tables; --all prints them" in lines
     rows = [line for line in lines if line.startswith("a_table")]
     assert len(rows) == 40
     assert max(map(len, rows)) <= 100
@@ -666,6 +668,20 @@ def test_a_printed_plan_has_a_row_a_table_up_to_forty() -> None:
     assert "table-wise               rows         511" in rows[2]
     assert "511 ranks" in rows[3]
     assert len(render(large(50), max_tables=50).splitlines()) == 56
+    whole = render(large(1000), max_tables=None).splitlines()
+    assert len(whole) == 3 + 1000 + 3
+    names = [line.split()[0] for line in whole if line.startswith("a_table")]
+    assert names == [table.name for table in large(1000).tables]
+
+
+def test_a_name_cannot_steer_the_terminal() -> None:
+    table = replace(large(1).tables[0], name="\x1b[2J\ud800table")
+    evil = replace(large(1), tables=(table,))
+    for text in (str(evil), render_why(evil), str(diff_plans(evil, large(1)))):
+        assert "\\x1b[2J\\ud800table" in text
+        assert "\x1b" not in text
+    for kind in (PlanError, InputError, PeerError):
+        assert str(kind("rank 1: \x1b]0;x\x07 and \x9b2J")) == "rank 1: \\x1b]0;x\\x07 and \\x9b2J"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Recipes: what a file and ``key=value`` give, and that it can be written and read back."""
 
 import dataclasses
+import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from rowmesh.data import ParquetClicks, SyntheticClicks
 from rowmesh.errors import InputError
 from rowmesh.optim import RowwiseAdagrad
+from rowmesh.topology import Topology
 from rowmesh.train.config import CheckpointConfig, RunConfig, TrainingConfig
 from rowmesh.train.folder import RunFolder
 from rowmesh.train.model import ModelConfig
@@ -53,7 +56,12 @@ configs = st.builds(
         schedule=st.sampled_from(["linear", "constant"]),
     ),
     plan=st.builds(PlanConfig, file=st.none() | st.text(min_size=1)),
-    training=st.builds(TrainingConfig, steps=counts, epochs=maybe, tensorboard=st.booleans()),
+    training=st.builds(
+        TrainingConfig,
+        steps=counts,
+        epochs=maybe,
+        tensorboard=st.sampled_from([True, False, "auto"]),
+    ),
     checkpoint=st.builds(CheckpointConfig, every=maybe, asynchronous=st.booleans()),
     seed=st.integers(0, 2**40),
 )
@@ -66,6 +74,8 @@ def assignments(part: Any, where: str = "") -> list[str]:
         value, key = getattr(part, field.name), f"{where}{field.name}"
         if not field.init or field.name == "recipe":
             continue
+        if field.name == "steps" and part.epochs is not None:
+            continue  # it does not count, and both on one command line are an error
         if dataclasses.is_dataclass(value):
             found += assignments(value, f"{key}.")
         elif isinstance(value, tuple):
@@ -96,7 +106,10 @@ def test_a_written_parquet_config_reads_back_equal(tmp_path: Path) -> None:
 def test_every_setting_can_be_typed(config: RunConfig) -> None:
     plan = dataclasses.replace(config.plan, file=None)  # `none` and blanks at the ends are lost
     config = dataclasses.replace(config, plan=plan)
-    assert load_recipe("demo", assignments(config)) == config
+    found = load_recipe("demo", assignments(config))
+    steps = config.training.steps if config.training.epochs is None else found.training.steps
+    training = dataclasses.replace(config.training, steps=steps)
+    assert found == dataclasses.replace(config, training=training)
 
 
 def test_the_demo_recipe_is_the_default() -> None:
@@ -135,7 +148,7 @@ def test_values_that_depend_on_each_other_are_set_together() -> None:
         ("data.kind=synthetics", "unknown data.kind 'synthetics': did you mean 'synthetic'?"),
         ("training.steps=many", "training.steps must be int, got 'many'"),
         ("training.steps=2.5", "training.steps must be int, got 2.5"),
-        ("training.tensorboard=1", "training.tensorboard must be bool, got 1"),
+        ("training.tensorboard=1", "training.tensorboard: unknown value 1: known are auto"),
         ("training.epochs=two", "training.epochs must be int, got 'two'"),
         ("training.steps=none", "training.steps must be int, got None"),
         ("model.dense_layers=64", "model.dense_layers must be a list, got 64"),
@@ -220,12 +233,99 @@ def test_data_of_a_python_recipe_is_read_from_it_again(tmp_path: Path) -> None:
     assert config.data.at == 5
     stored = tmp_path / "config.json"
     stored.write_text(config_to_json(config))
-    again = load_recipe(stored, ["data.at=5"])
-    assert again == config
+    again = load_recipe(stored, data_from=str(tmp_path / "bad.py"))
+    assert again == config  # with what the command line had set of the data
     assert again.recipe == config.recipe
-    (tmp_path / "bad.py").unlink()
-    with pytest.raises(InputError, match="which is not there any more"):
-        load_recipe(stored)
+    folder = RunFolder(tmp_path)
+    assert folder.load_config(data_from=str(tmp_path / "bad.py")) == config
+    with pytest.raises(InputError, match="is no Python recipe, from which the data of this run"):
+        load_recipe(stored, data_from="demo")
+
+
+@pytest.mark.parametrize("name", ["config.json", "mine.toml"])
+def test_a_document_that_names_a_python_file_runs_no_code(name: str, tmp_path: Path) -> None:
+    mark, code = tmp_path / "ran", tmp_path / "evil.py"
+    code.write_text(f"open({str(mark)!r}, 'w')\n")
+    text = f'[data]\nkind = "recipe"\nfile = "{code}"\n'
+    if name.endswith(".json"):
+        text = json.dumps({"data": {"kind": "recipe", "file": str(code)}})
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InputError, match=r"only a recipe that is named runs code: give .*evil\.py"):
+        load_recipe(tmp_path / name)
+    folder = RunFolder(tmp_path)
+    if name == "config.json":
+        with pytest.raises(InputError, match="only a recipe that is named runs code"):
+            folder.load_config()
+        (tmp_path / "plan.json").write_text("{}")  # not read: it is of other settings
+        assert folder.stored_plan(Topology(), PlanConfig(depth=2)) is None
+    assert not mark.exists()
+
+
+def test_a_recipe_beside_a_run_that_needs_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config_to_json(RunConfig()))
+    with pytest.raises(InputError, match="comes from no Python recipe: leave out dcn"):
+        RunFolder(tmp_path).load_config(data_from="dcn")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "given", "found"),
+    [
+        ("clicks", ["training.steps=20"], {"training.epochs": None, "training.steps": 20}),
+        ("clicks", ["training.epochs=2"], {"training.epochs": 2}),
+        ("clicks", ["training.steps=20", "training.epochs=none"], {"training.steps": 20}),
+        ("clicks", ["training.steps=20", "training.steps=30"], {"training.steps": 30}),
+        ("clicks", ["data.held_out_fraction=0.1"], {"data.held_out_files": 0}),
+        ("clicks", ["data.held_out_fraction=0.00"], {"data.held_out_files": 1}),
+        ("movietweetings", ["data.held_out_fraction=0.2"], {"data.held_out_fraction": 0.2}),
+        ("mine", ["plan.split=row_wise"], {"plan.file": None, "plan.split": "row_wise"}),
+        ("mine", ["plan.constraints.pin.t.split=row_wise"], {"plan.file": None}),
+        ("mine", ["plan.batches=9"], {"plan.profile": None, "plan.file": "p.json"}),
+        ("mine", ["plan.tiers=auto", "plan.refresh=5"], {"plan.file": "p.json"}),
+        ("mine", ["plan.tiers=auto", "plan.refresh=none"], {"plan.file": None}),
+        ("mine", ["plan.file=q.json"], {"plan.file": "q.json"}),
+    ],
+)
+def test_what_is_set_beats_what_the_recipe_chose_instead(
+    recipe: str, given: list[str], found: dict[str, Any], tmp_path: Path
+) -> None:
+    if recipe == "mine":
+        recipe = str(tmp_path / "mine.toml")
+        Path(recipe).write_text('[plan]\nfile = "p.json"\nprofile = "p.npz"\n')
+    config = load_recipe(recipe, given)
+    for key, value in found.items():
+        assert functools.reduce(getattr, key.split("."), config) == value, key
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("training.steps=20", "training.epochs=2"),
+        ("data.held_out_files=2", "data.held_out_fraction=0.1"),
+        ("plan.profile=p.npz", "plan.batches=8"),
+        ("plan.file=p.json", "plan.split=row_wise"),
+        ("plan.file=p.json", "plan.constraints.pin.t.split=row_wise"),
+        ("plan.file=p.json", "plan.tiers=auto"),
+        ("plan.file=p.json", "plan.codecs=fp16"),
+    ],
+)
+def test_settings_that_exclude_each_other_are_an_error(
+    first: str, second: str, tmp_path: Path
+) -> None:
+    sentence = f"{first.partition('=')[0]} and {second.partition('=')[0][:16]}"
+    for both in ([first, second], [second, first]):
+        with pytest.raises(InputError, match="exclude each other: give one of them") as told:
+            load_recipe("clicks", both)
+        assert sentence in str(told.value)
+    tables: dict[str, list[str]] = {}
+    for item in (first, second):
+        part, _, rest = item.partition(".")
+        key, _, value = rest.partition("=")
+        value = value if value[0].isdigit() else f'"{value}"'
+        tables.setdefault(part, []).append(f"{key} = {value}")
+    text = "".join("\n".join([f"[{part}]", *lines, ""]) for part, lines in tables.items())
+    (tmp_path / "mine.toml").write_text(text)
+    with pytest.raises(InputError, match="exclude each other"):
+        load_recipe(tmp_path / "mine.toml")
 
 
 def test_a_resumed_run_takes_settings_that_leave_its_state_valid(tmp_path: Path) -> None:

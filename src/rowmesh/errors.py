@@ -29,11 +29,18 @@ __all__ = [
     "StepError",
     "check_range",
     "did_you_mean",
+    "printable",
+    "shown",
 ]
+
+_MOST_SHOWN = 200  # characters of a value from outside in a sentence
 
 
 class RowmeshError(Exception):
-    """Base of all errors raised by rowmesh."""
+    """Base of all errors raised by rowmesh; names in its sentence cannot steer a terminal."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class InputError(RowmeshError, ValueError):
@@ -71,7 +78,7 @@ class RowmeshWarning(UserWarning):
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """``": did you mean 'x'?"`` for the nearest known word, else the list of known words."""
     names = sorted(known)
-    near = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(word[:_MOST_SHOWN], names, n=1, cutoff=0.5)
     return f": did you mean {near[0]!r}?" if near else f": known are {', '.join(names)}"
 
 
@@ -80,3 +87,21 @@ def check_range(option: str, value: float, low: float, high: float = float("inf"
     if not low <= value <= high:
         limit = f"at least {low}" if high == float("inf") else f"from {low} to {high}"
         raise InputError(f"{option} is {value}, but must be {limit}")
+
+
+def printable(text: str) -> str:
+    """``text`` with control characters, which a terminal would obey, as escapes like ``\\x1b``."""
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
+    )
+
+
+def shown(value: object) -> str:
+    """The ``repr`` of a value from outside, cut where it is too long for a sentence."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits; lists in lists
+        text = f"a very long {type(value).__name__}"
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."

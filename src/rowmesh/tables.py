@@ -15,6 +15,8 @@ from rowmesh.errors import InputError, PlanError, RowmeshWarning
 
 __all__ = [
     "BYTES_OF",
+    "MAX_DIM",
+    "MAX_ROWS",
     "SKIPPED",
     "EmbeddingBagConfig",
     "EmbeddingConfig",
@@ -41,6 +43,7 @@ _THEIRS = tuple(
 )
 _PROCESSED = "torchrec.modules.fp_embedding_modules.FeatureProcessedEmbeddingBagCollection"
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+MAX_ROWS, MAX_DIM = 1 << 48, 1 << 16  # of a table: bytes of any share stay far below 2^63
 BYTES_OF = {torch.float32: 4, torch.float16: 2, torch.bfloat16: 2}
 
 
@@ -115,6 +118,11 @@ class TableConfig:
             raise InputError(
                 f"table {self.name!r} needs at least one row and one column, got "
                 f"num_embeddings={self.num_embeddings}, embedding_dim={self.embedding_dim}"
+            )
+        if self.num_embeddings > MAX_ROWS or self.embedding_dim > MAX_DIM:
+            raise InputError(
+                f"table {self.name!r} has {self.num_embeddings:,} rows of {self.embedding_dim:,} "
+                f"columns, but may have {MAX_ROWS:,} of {MAX_DIM:,} at most"
             )
         if isinstance(self.data_type, Enum):  # TorchRec's DataType
             object.__setattr__(self, "data_type", parse_dtype(str(self.data_type.value)))

@@ -7,7 +7,9 @@ from enum import StrEnum
 
 from rowmesh.errors import InputError
 
-__all__ = ["Link", "Topology"]
+__all__ = ["MAX_RANKS", "Link", "Topology"]
+
+MAX_RANKS = 1 << 16  # of a plan, which lists them
 
 
 class Link(StrEnum):
@@ -33,6 +35,10 @@ class Topology:
     memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
+        if self.hosts * self.local > MAX_RANKS:
+            raise InputError(
+                f"{self.hosts} hosts x {self.local} ranks are more than {MAX_RANKS:,} ranks"
+            )
         if self.hosts < 1 or self.local < 1:
             raise InputError(
                 f"a topology needs at least one host and one rank per host, "

@@ -7,14 +7,14 @@ sequences, unions, numbers and strings.
 import collections.abc
 import contextlib
 import dataclasses
-import tomllib
 import types
 import typing
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from rowmesh.errors import InputError, RowmeshError, did_you_mean
+from rowmesh.errors import InputError, RowmeshError, did_you_mean, shown
+from rowmesh.files import parse_toml
 
 __all__ = ["Text", "build", "overlay"]
 
@@ -28,7 +28,7 @@ class Text:
     text: str
 
     def __repr__(self) -> str:
-        return repr(self.text)
+        return shown(self.text)
 
 
 def build(kind: Any, value: Any, where: str, *, fault: Fault = InputError) -> Any:
@@ -48,17 +48,19 @@ def build(kind: Any, value: Any, where: str, *, fault: Fault = InputError) -> An
         return _build_list(kind, value, where, fault)
     if origin in (dict, collections.abc.Mapping):
         if not isinstance(value, dict):
-            raise fault(f"{where} must be an object, got {value!r}")
+            raise fault(f"{where} must be an object, got {shown(value)}")
         item = typing.get_args(kind)[1]
         return {k: build(item, v, f"{where}.{k}", fault=fault) for k, v in value.items()}
     if origin in (types.UnionType, typing.Union):
         return _build_union(kind, value, where, fault)
     if origin is typing.Literal or (isinstance(kind, type) and issubclass(kind, StrEnum)):
         return _build_word(kind, value, where, fault)
+    if isinstance(value, int) and abs(value) >= 1 << 63:
+        raise fault(f"{where} is {shown(value)}, but must be below 2^63")
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise fault(f"{where} must be {_expected(kind)}, got {value!r}")
+        raise fault(f"{where} must be {_expected(kind)}, got {shown(value)}")
     return value
 
 
@@ -76,7 +78,7 @@ def overlay(base: Any, changes: dict[str, Any], where: str, *, fault: Fault = In
     for key, value in changes.items():
         place = f"{where}.{key}" if where else key
         if key not in known:
-            raise fault(f"unknown key {place!r}{did_you_mean(key, known)}")
+            raise fault(f"unknown key {shown(place)}{did_you_mean(key, known)}")
         old = getattr(base, key)
         if dataclasses.is_dataclass(old) and isinstance(value, dict):
             made[key] = overlay(old, value, place, fault=fault)
@@ -95,8 +97,8 @@ def _build_text(kind: Any, value: Text, where: str, fault: Fault) -> Any:
     readings: list[Any] = []
     if value.text.lower() == "none":
         readings.append(None)
-    with contextlib.suppress(tomllib.TOMLDecodeError):
-        readings.append(tomllib.loads(f"value = {value.text}")["value"])
+    with contextlib.suppress(InputError):
+        readings.append(parse_toml(f"value = {value.text}", where=where)["value"])
     readings.append(value.text)
     for reading in readings:
         with contextlib.suppress(fault):
@@ -107,12 +109,12 @@ def _build_text(kind: Any, value: Text, where: str, fault: Fault) -> Any:
 def _build_list(kind: Any, value: Any, where: str, fault: Fault) -> tuple[Any, ...]:
     """A tuple of one type throughout, or, as in ``tuple[str, int]``, of one type a place."""
     if not isinstance(value, list):
-        raise fault(f"{where} must be a list, got {value!r}")
+        raise fault(f"{where} must be a list, got {shown(value)}")
     items = typing.get_args(kind)
     if typing.get_origin(kind) is not tuple or items[-1] is Ellipsis:
         items = items[:1] * len(value)
     if len(items) != len(value):
-        raise fault(f"{where} must be a list of {len(items)}, got {value!r}")
+        raise fault(f"{where} must be a list of {len(items)}, got {shown(value)}")
     pairs = enumerate(zip(items, value, strict=True))
     return tuple(build(item, v, f"{where}[{i}]", fault=fault) for i, (item, v) in pairs)
 
@@ -122,7 +124,8 @@ def _build_word(kind: Any, value: Any, where: str, fault: Fault) -> Any:
     known = list(members)
     if value not in known or (isinstance(value, bool) and bool not in map(type, known)):
         words = [str(word) for word in known]
-        raise fault(f"{where}: unknown value {value!r}{did_you_mean(str(value), words)}")
+        hint = did_you_mean(value if isinstance(value, str) else shown(value), words)
+        raise fault(f"{where}: unknown value {shown(value)}{hint}")
     return kind(value) if isinstance(kind, type) else value
 
 
@@ -142,11 +145,11 @@ def _build_union(kind: Any, value: Any, where: str, fault: Fault) -> Any:
 
 def _build_dataclass(kind: type, value: Any, where: str, fault: Fault) -> Any:
     if not isinstance(value, dict):
-        raise fault(f"{where} must be an object, got {value!r}")
+        raise fault(f"{where} must be an object, got {shown(value)}")
     hints, known = typing.get_type_hints(kind), _fields(kind)
     for key in value:
         if key not in known:
-            raise fault(f"{where}: unknown field {key!r}{did_you_mean(key, known)}")
+            raise fault(f"{where}: unknown field {shown(key)}{did_you_mean(key, known)}")
     missing = [
         name
         for name, f in known.items()

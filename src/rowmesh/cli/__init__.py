@@ -8,6 +8,7 @@ from rowmesh.cli.lab import lab_app
 from rowmesh.cli.plan import plan_app
 from rowmesh.cli.profile import profile_command
 from rowmesh.cli.reproduce import reproduce_app
+from rowmesh.cli.terminal import Commands
 from rowmesh.cli.train import train_command
 from rowmesh.cli.verify import verify_command
 
@@ -15,6 +16,7 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="rowmesh",
+    cls=Commands,
     help="Train recommendation models whose embedding tables outgrow a device.",
     no_args_is_help=True,
     rich_markup_mode="markdown",  # paragraphs are filled to the width of the terminal

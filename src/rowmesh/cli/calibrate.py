@@ -46,7 +46,8 @@ def calibrate_command(
     """
     with one_sentence():
         name = "demo" if recipe is None else recipe
-        load_recipe(name, tuple(settings or ()))  # fail before ranks start
+        config = load_recipe(name, tuple(settings or ()))  # fail before ranks start
+        config.training.num_steps(config.data)
         way_out = "give --out a file in a folder that exists"
         check_target(out, what="the calibration", way_out=way_out)
         chosen = tuple(settings or ())

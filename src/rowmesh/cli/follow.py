@@ -10,6 +10,7 @@ from types import FrameType
 
 import typer
 
+from rowmesh.errors import printable
 from rowmesh.lab import Run
 from rowmesh.signals import INTERRUPTED, handled
 
@@ -20,7 +21,7 @@ _POLL_S = 0.05
 
 def say(sentence: str) -> None:
     """A sentence of ours, on stderr."""
-    typer.echo(f"rowmesh: {sentence}", err=True)
+    typer.echo(f"rowmesh: {printable(sentence)}", err=True)
 
 
 @contextlib.contextmanager
@@ -65,6 +66,7 @@ def say_failure(run: Run) -> None:
     if not text:
         return
     head, *lines = text.splitlines()
-    said = (run.folder / "rank0.err").read_text() if (run.folder / "rank0.err").exists() else ""
+    log = run.folder / "rank0.err"
+    said = log.read_text(errors="replace") if log.exists() else ""
     is_new = bool(lines) and lines[-1].strip() not in said
     say(os.linesep.join([head, *lines]) if is_new else head.rstrip(":"))

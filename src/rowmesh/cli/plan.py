@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 from typer.core import TyperGroup
 
-from rowmesh.cli.terminal import Settings, one_sentence
+from rowmesh.cli.terminal import AllTables, Settings, check_twice, one_sentence, say
 from rowmesh.cli.workload import Knowledge, Workload, is_recipe, read_workload, workload_of_run
 from rowmesh.cost import DenseCost, Rates, load_calibration
 from rowmesh.data import CRITEO_KAGGLE, SyntheticClicks
@@ -23,7 +23,7 @@ from rowmesh.files import check_target
 from rowmesh.placement import Plan, load_plan, save_plan
 from rowmesh.placement.diff import diff_plans
 from rowmesh.placement.document import plan_to_json
-from rowmesh.placement.text import render, render_why
+from rowmesh.placement.text import MAX_TABLES, render, render_why
 from rowmesh.planners import parse_allow, parse_sync, plan_tables
 from rowmesh.topology import Topology
 from rowmesh.train.config import RunConfig
@@ -167,6 +167,7 @@ def plan_command(
     why: Annotated[
         bool, typer.Option("--why", help="Print the runner-up of every table, and its cost.")
     ] = False,
+    every_table: AllTables = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the plan to this file as JSON.")] = None,
     settings: Settings = None,
@@ -198,6 +199,7 @@ def plan_command(
             topology=topology,
         )
         sizes = {"--tables": tables, "--dim": dim, "--cap": cap}
+        check_twice(settings, known.given | {"split": split, "exchange": exchange})
         workload = _workload(
             source, sizes, batch=batch, alpha=alpha, knowledge=known, settings=settings or ()
         )
@@ -231,20 +233,24 @@ def plan_command(
         if as_json:
             typer.echo(plan_to_json(plan), nl=False)
         else:
-            table = render(plan, rule=workload.sparse)
-            typer.echo("\n".join([table, said, *([render_why(plan)] if why else [])]))
+            most = None if every_table else MAX_TABLES
+            table = render(plan, max_tables=most, rule=workload.sparse)
+            say("\n".join([table, said, *([render_why(plan, max_tables=most)] if why else [])]))
 
 
 @plan_app.command("diff")
 def diff_command(
     before: Annotated[Path, typer.Argument(metavar="A", help="A plan.json.")],
     after: Annotated[Path, typer.Argument(metavar="B", help="Another plan.json.")],
+    is_whole: Annotated[
+        bool, typer.Option("--all", help="Print names and values whole, however long.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the changes as JSON.")] = False,
 ) -> None:
     """Print what changes from plan A to plan B: tables, memory per rank, expected bytes."""
     with one_sentence():
         found = diff_plans(load_plan(before), load_plan(after))
-        typer.echo(found.to_json() if as_json else str(found), nl=not as_json)
+        say(found.to_json().rstrip() if as_json else found.render(is_whole=is_whole))
 
 
 def _workload(

@@ -11,11 +11,13 @@ from typing import Annotated, Any
 
 import typer
 
-from rowmesh.cli.terminal import Ranks, Recipe, Settings, one_sentence
+from rowmesh.cli.terminal import AllTables, Ranks, Recipe, Settings, one_sentence, with_options
 from rowmesh.cli.view import View
 from rowmesh.comm.agreement import on_rank_0
 from rowmesh.comm.mesh import Mesh
 from rowmesh.errors import InputError, check_range
+from rowmesh.extras import require_extra
+from rowmesh.placement.text import MAX_TABLES
 from rowmesh.topology import Topology
 from rowmesh.trace.table import format_summary
 from rowmesh.train.board import open_board
@@ -34,15 +36,19 @@ from rowmesh.train.trainer import Listener, Trainer
 __all__ = ["train_command"]
 
 
+_DEFAULT = "demo"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Order:
     """What the command line asked for; every rank reads the recipe itself."""
 
-    recipe: str
+    recipe: str | None
     settings: tuple[str, ...]
     path: Path | None
     resume: bool
     as_json: bool
+    every_table: bool
     trace: Path | None
     trace_steps: int
 
@@ -50,12 +56,13 @@ class _Order:
         """The run's config."""
         if self.resume:
             assert self.path is not None
-            return RunFolder(self.path).load_config(self.settings)
-        return load_recipe(self.recipe, self.settings)
+            return RunFolder(self.path).load_config(self.settings, data_from=self.recipe)
+        return load_recipe(self.recipe or _DEFAULT, self.settings)
 
     def folder(self) -> RunFolder:
         """The run's folder, which a new run must not find in use."""
-        folder = RunFolder(self.path) if self.path else RunFolder.named(Path(self.recipe).stem)
+        name = Path(self.recipe or _DEFAULT).stem
+        folder = RunFolder(self.path) if self.path else RunFolder.named(name)
         if not self.resume:
             folder.check_free()
         return folder
@@ -95,6 +102,7 @@ def train_command(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as one JSON object, nothing else.")
     ] = False,
+    every_table: AllTables = False,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -115,7 +123,8 @@ def train_command(
     The run folder gets config.json, plan.json, metrics.jsonl and, with --set checkpoint.every=N,
     checkpoints; where TensorBoard is installed it is written for too. --resume takes the stored
     config, on any number of ranks; --set may then change training, checkpoint, plan, data.path,
-    learning rates and their schedule.
+    learning rates and their schedule. Data that a Python recipe makes needs that RECIPE again: a
+    stored config runs no code.
 
     Ctrl-C or SIGTERM stops all ranks after the same step, with a checkpoint if the run saves any;
     a second one ends them at once. Exit code 0: done; 2: bad input; 130: stopped; else 1.
@@ -124,22 +133,23 @@ def train_command(
     --max-restarts goes on from the last checkpoint.
     """
     with one_sentence():
-        if resume and (folder is None or recipe is not None):
+        if resume and (folder is None or not (recipe is None or recipe.endswith(".py"))):
             raise InputError("--resume takes the run's own config: give --folder FOLDER, no RECIPE")
-        files = {"plan.file": plan, "plan.topology": topology}
-        more = [f"{key}={file}" for key, file in files.items() if file is not None]
         order = _Order(
-            recipe="demo" if recipe is None else recipe,
-            settings=(*(settings or ()), *more),
+            recipe=recipe,
+            settings=with_options(settings, {"file": plan, "topology": topology}),
             path=folder,
             resume=resume,
             as_json=as_json,
+            every_table=every_table,
             trace=trace,
             trace_steps=10 if trace_steps is None else trace_steps,
         )
         _check_trace(order, has_steps=trace_steps is not None)
         config = order.config()  # fail before ranks start
         config.training.num_steps(config.data)
+        if config.training.tensorboard is True and os.environ.get("RANK", "0") == "0":
+            require_extra("tensorboard", "torch.utils.tensorboard")
         if "WORLD_SIZE" not in os.environ:  # else the ranks are there, and plan at once
             order.folder()
             model = build_model(config.model, config.data, seed=config.seed)
@@ -179,6 +189,7 @@ def _train_rank(order: _Order, mesh: Mesh) -> None:
                     first_step=trainer.start,
                     stop=stop,
                     rule=config.optimiser.sparse,
+                    max_tables=None if order.every_table else MAX_TABLES,
                 )
             )
             listeners.append(view)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from rowmesh.cli.terminal import Ranks, Settings, one_sentence
+from rowmesh.cli.terminal import Ranks, Settings, one_sentence, say, with_options
 from rowmesh.comm.mesh import Mesh
 from rowmesh.errors import InputError
 from rowmesh.train.launch import launch
@@ -48,22 +48,23 @@ def verify_command(
     with one_sentence():
         if steps < 1:
             raise InputError(f"steps is {steps}, but must be at least 1")
-        chosen = [*(settings or ()), *([] if plan is None else [f"plan.file={plan}"])]
+        chosen = with_options(settings, {"file": plan})
         if not is_model_name(target):
-            load_recipe(target, chosen)  # fail before ranks start
+            config = load_recipe(target, chosen)  # fail before ranks start
+            config.training.num_steps(config.data)
         elif settings:
             raise InputError(f"--set changes recipes, but {target} is a model: leave it out")
         file = None if plan is None else str(plan)
         found = launch(functools.partial(_verify_rank, target, file, chosen, steps), ranks=ranks)
     if os.environ.get("RANK", "0") == "0":
         document = dataclasses.asdict(found) | {"is_equal": found.is_equal}
-        typer.echo(json.dumps(document) if as_json else str(found))
+        say(json.dumps(document) if as_json else str(found))
     if not found.is_equal:
         raise typer.Exit(1)
 
 
 def _verify_rank(
-    target: str, plan_file: str | None, settings: list[str], steps: int, mesh: Mesh
+    target: str, plan_file: str | None, settings: tuple[str, ...], steps: int, mesh: Mesh
 ) -> Verification:
     if is_model_name(target):
         return verify_model(target, mesh, plan_file=plan_file, num_steps=steps)

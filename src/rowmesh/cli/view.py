@@ -9,8 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from rowmesh.errors import printable
 from rowmesh.placement import Plan
-from rowmesh.placement.text import render
+from rowmesh.placement.text import MAX_TABLES, render
 from rowmesh.train.stop import Stop
 from rowmesh.train.tally import StepRecord
 
@@ -26,8 +27,16 @@ class View:
     """
 
     def __init__(
-        self, *, num_steps: int, world: int, first_step: int, stop: Stop, rule: str
+        self,
+        *,
+        num_steps: int,
+        world: int,
+        first_step: int,
+        stop: Stop,
+        rule: str,
+        max_tables: int | None = MAX_TABLES,
     ) -> None:
+        self._max_tables = max_tables
         self._num_steps, self._world, self._stop, self._rule = num_steps, world, stop, rule
         self._console = Console(highlight=False, soft_wrap=True)
         self._bar = Progress(
@@ -52,7 +61,7 @@ class View:
 
     def show_plan(self, plan: Plan) -> None:
         """The plan, then the bar."""
-        self.say(render(plan, rule=self._rule))
+        self.say(render(plan, max_tables=self._max_tables, rule=self._rule))
         self._bar.start()
 
     def show_step(self, record: StepRecord) -> None:
@@ -113,6 +122,7 @@ class View:
 
     def say(self, text: str) -> None:
         """Print plain text, above the bar if there is one."""
+        text = printable(text)
         try:
             if self._bar.disable:
                 print(text, flush=True)

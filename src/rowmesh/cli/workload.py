@@ -1,13 +1,13 @@
 """What `rowmesh plan` plans for: the tables of a file, with their accesses."""
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from rowmesh.errors import InputError, did_you_mean
+from rowmesh.errors import InputError, did_you_mean, shown
+from rowmesh.files import read_json
 from rowmesh.placement import TablePlan
 from rowmesh.planners import (
     Constraints,
@@ -62,19 +62,15 @@ class Knowledge:
 
     def within(self, settings: PlanConfig) -> PlanConfig:
         """A recipe's settings with what is given here."""
-        names = (
-            "tiers",
-            "profile",
-            "groups",
-            "layout",
-            "sync",
-            "depth",
-            "merge",
-            "codecs",
-            "allow",
-        )
-        given = {name: getattr(self, name) for name in names} | {"topology": self.calibration}
-        return dataclasses.replace(settings, **{k: v for k, v in given.items() if v is not None})
+        given = {name: value for name, value in self.given.items() if value is not None}
+        return dataclasses.replace(settings, **given)  # type: ignore[arg-type]
+
+    @property
+    def given(self) -> dict[str, str | None]:
+        """By the name of the recipe's setting."""
+        names = ("tiers", "profile", "groups", "layout", "sync", "depth", "merge", "codecs")
+        values = {name: getattr(self, name) for name in (*names, "allow")}
+        return values | {"topology": self.calibration}
 
 
 _ASSUMED: Final = Knowledge()
@@ -100,6 +96,11 @@ class Workload:
 
 def workload_of_run(config: RunConfig, *, knowledge: Knowledge = _ASSUMED) -> Workload:
     """The tables of a training run; ids that are assumed Zipf are so by its data's law."""
+    if config.plan.file is not None:
+        raise InputError(
+            f"plan.file is {config.plan.file}, which is used as it is, but this makes a plan: add "
+            f"--set plan.file=none"
+        )
     model = build_model(config.model, config.data, seed=config.seed)
     tables, dense = blank_tables(model)
     settings = knowledge.within(config.plan)
@@ -148,12 +149,7 @@ def read_workload(
         return workload_of_run(load_recipe(path, settings), knowledge=knowledge)
     if settings:
         raise InputError(f"--set {settings[0]} changes a recipe, but {path} is a file of tables")
-    try:
-        document = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from None
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path} is not JSON: {error}") from None
+    document = read_json(path)
     try:
         return _of_document(document, batch_size, alpha, knowledge)
     except InputError as error:
@@ -197,13 +193,15 @@ def _config(document: Any, where: str) -> TableConfig:
     _check_fields(document, _REQUIRED, _OPTIONAL, where)
     features = document["feature_names"]
     if not features or not all(isinstance(name, str) for name in features):
-        raise InputError(f"{where}.feature_names must be a list of names, got {features!r}")
+        raise InputError(f"{where}.feature_names must be a list of names, got {shown(features)}")
     factor = document.get("pooling_factor", 1.0)
     if not 0.0 <= factor < float("inf"):
         raise InputError(f"{where}.pooling_factor is {factor}, but must be from 0 and finite")
     pooling = document.get("pooling", "sum")
     if pooling not in _POOLINGS:
-        raise InputError(f"{where}: unknown pooling {pooling!r}{did_you_mean(pooling, _POOLINGS)}")
+        raise InputError(
+            f"{where}: unknown pooling {shown(pooling)}{did_you_mean(pooling, _POOLINGS)}"
+        )
     known = {f.name for f in dataclasses.fields(TableConfig)}
     fields = {key: value for key, value in document.items() if key in known}
     fields["data_type"] = parse_dtype(document.get("data_type", "fp32"))
@@ -217,13 +215,13 @@ def _check_fields(
 ) -> None:
     """Every required field is there, none is unknown, all have their type."""
     if not isinstance(document, dict):
-        raise InputError(f"{where} must be an object, got {document!r}")
+        raise InputError(f"{where} must be an object, got {shown(document)}")
     known = {**required, **optional}
     for name, value in document.items():
         if name not in known:
-            raise InputError(f"{where}: unknown field {name!r}{did_you_mean(name, known)}")
+            raise InputError(f"{where}: unknown field {shown(name)}{did_you_mean(name, known)}")
         kinds = (int, float) if known[name] is float else (known[name],)
         if not isinstance(value, kinds) or isinstance(value, bool):
-            raise InputError(f"{where}.{name} must be {known[name].__name__}, got {value!r}")
+            raise InputError(f"{where}.{name} must be {known[name].__name__}, got {shown(value)}")
     if missing := [name for name in required if name not in document]:
         raise InputError(f"{where}: missing {', '.join(missing)}")

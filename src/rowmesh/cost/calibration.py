@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Final, cast
 
 from rowmesh.cost.rates import Rates
-from rowmesh.errors import InputError
-from rowmesh.files import write_whole
+from rowmesh.errors import InputError, shown
+from rowmesh.files import read_json, write_whole
 from rowmesh.topology import Topology
 from rowmesh.typed import build
 
@@ -47,16 +47,12 @@ def load_calibration(path: str | Path, *, topology: Topology | None = None) -> C
     Raises:
         InputError: Names the file and what is wrong with it.
     """
-    try:
-        document = json.loads(Path(path).read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from None
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path} is not JSON: {error}") from None
+    document = read_json(path)
     version = document.get("version") if isinstance(document, dict) else None
     if version != _VERSION:
         raise InputError(
-            f"{path}: version {version!r} is not {_VERSION}: make it anew with rowmesh calibrate"
+            f"{path}: version {shown(version)} is not {_VERSION}: make it anew with rowmesh "
+            f"calibrate"
         )
     try:
         found = cast(Calibration, build(Calibration, document, "topology.json"))

@@ -3,7 +3,6 @@
 pyarrow is an extra: it is imported on first use.
 """
 
-import importlib
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy.typing as npt
 
 from rowmesh.data.hashing import string_keys
 from rowmesh.errors import InputError
+from rowmesh.extras import require_extra
 
 __all__ = [
     "arrow_bags",
@@ -29,12 +29,7 @@ def import_arrow(module: str = "pyarrow") -> Any:
     Raises:
         InputError: If it is not installed.
     """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise InputError(
-            f"Parquet and Arrow columns need pyarrow ({error}): pip install 'rowmesh[parquet]'"
-        ) from None
+    return require_extra("pyarrow", module)
 
 
 def holds_lists(kind: Any) -> bool:

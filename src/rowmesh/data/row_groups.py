@@ -98,6 +98,7 @@ class Files:
     """
 
     def __init__(self, path: str, columns: Columns) -> None:
+        import_arrow("pyarrow.parquet")
         self.columns = columns
         self.names = list_files(path)
         self.groups: list[RowGroup] = []
@@ -172,6 +173,7 @@ class Files:
             with parquet.ParquetFile(
                 group.file,
                 metadata=self._footers[group.file],
+                page_checksum_verification=True,  # of pages that have one
                 read_dictionary=list(self.layout.singles),  # strings: hash each distinct one once
             ) as file:
                 names = self.columns.names()
@@ -204,6 +206,8 @@ def _check_schema(file: str, schema: Any, columns: Columns) -> None:
     for name in columns.names():
         if name not in schema.names:
             raise InputError(f"{file} has no column {name!r}{did_you_mean(name, schema.names)}")
+        if schema.names.count(name) > 1:
+            raise InputError(f"{file} has {schema.names.count(name)} columns {name!r}: write one")
     kinds: Mapping[str, Any] = {name: schema.field(name).type for name in columns.names()}
     for name in (columns.label, *columns.dense):
         if not holds_numbers(kinds[name]):

@@ -2,16 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from rowmesh.errors import InputError
+from rowmesh.files import read_text
 
 __all__ = ["Sequences", "read_lines", "read_ratings"]
 
 _Ids = npt.NDArray[np.int64]
+_MOST_DIGITS = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -106,23 +107,31 @@ def _sequences(
 
 def _lines(path: str) -> list[str]:
     try:
-        return Path(path).read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
+        return read_text(path).splitlines()
+    except InputError as error:
         raise InputError(
-            f"cannot read the sequences in {path}: {reason}; give a file: --set data.path=FILE"
+            f"cannot read the sequences in {str(error).removeprefix('cannot read ')}; give a file: "
+            f"--set data.path=FILE"
         ) from None
 
 
 def _whole(path: str, words: Sequence[str], per_line: Sequence[int]) -> _Ids:
     """``words`` as numbers, of which every line has so many."""
     try:
-        return np.array(words, dtype=np.str_).astype(np.int64)
+        return _numbers(words)
     except (ValueError, OverflowError):
         for number, word in zip(np.repeat(np.arange(len(per_line)), per_line), words, strict=True):
-            if not word.strip().lstrip("-").isdecimal() or abs(int(word)) >= 1 << 63:
+            try:
+                _numbers([word])
+            except (ValueError, OverflowError):
                 raise InputError(
                     f"{path}, line {number + 1}: {word[:40]!r} is no whole number of 64 bits: "
                     f"number users and items"
                 ) from None
         raise
+
+
+def _numbers(words: Sequence[str]) -> _Ids:
+    if max(map(len, words), default=0) > _MOST_DIGITS:
+        raise ValueError("numpy would make every word as long as the longest")
+    return np.array(words, dtype=np.str_).astype(np.int64)

@@ -43,14 +43,21 @@ class PlanDiff:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
     def __str__(self) -> str:
+        return self.render()
+
+    def render(self, *, is_whole: bool = False) -> str:
+        """The changes for people; ``is_whole`` cuts no name or value."""
         tables = {change.table for change in self.changes} - {None}
         lines = [f"{len(tables)} of {self.num_tables} tables differ"]
-        if self.changes:
-            lines.append(f"{'table':<24} {'what':<14} {'before':<29} after")
-        for change in self.changes:
-            name = shorten(change.table or "(the plan)", 24)
-            before, after = shorten(change.before, 29), shorten(change.after, 29)
-            lines.append(f"{name:<24} {change.what:<14} {before:<29} {after}")
+        rows = [(c.table or "(the plan)", c.what, c.before, c.after) for c in self.changes]
+        rows = [("table", "what", "before", "after"), *rows] if rows else []
+        limits = (None,) * 4 if is_whole else (24, 14, 29, 29)
+        cells = [[shorten(t, n) for t, n in zip(row, limits, strict=True)] for row in rows]
+        widths = [max(len(line[i]) for line in cells) for i in range(3)] if cells else []
+        widths = [max(pair) for pair in zip((24, 14, 29), widths, strict=False)]
+        for *some, last in cells:
+            line = [f"{text:<{width}}" for text, width in zip(some, widths, strict=True)]
+            lines.append(" ".join([*line, last]))
         full = [max(rank, default=0) / _GIB for rank in self.memory]
         lines.append(f"GiB of the fullest rank: {full[0]:.6f} -> {full[1]:.6f}")
         old, new = self.predicted

@@ -11,8 +11,8 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from rowmesh.errors import PlanError
-from rowmesh.files import write_whole
+from rowmesh.errors import PlanError, shown
+from rowmesh.files import parse_json, read_text, write_whole
 from rowmesh.placement.hot import load_ids, save_ids
 from rowmesh.placement.plan import PLAN_VERSION, Plan, TablePlan
 from rowmesh.typed import build
@@ -40,23 +40,20 @@ def plan_from_json(text: str) -> Plan:
         PlanError: If the text is not JSON, a field is unknown, missing or of the wrong type, a
             rule is broken, or the written exactness or fingerprint does not fit the rest.
     """
-    try:
-        document = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise PlanError(f"the plan is not JSON: {error}") from None
+    document = parse_json(text, where="the plan", fault=PlanError)
     if not isinstance(document, dict):
         raise PlanError(f"the plan must be a JSON object, got {type(document).__name__}")
     if document.get("version") != PLAN_VERSION:
         raise PlanError(
-            f"plan version {document.get('version')!r} is not {PLAN_VERSION}, the one known here"
+            f"plan version {shown(document.get('version'))} is not {PLAN_VERSION}, the one known "
+            f"here"
         )
     written = {key: document.pop(key) for key in _DERIVED & document.keys()}
     plan = typing.cast(Plan, build(Plan, document, "plan", fault=PlanError)).validate()
     for key, value in written.items():
-        if value != str(getattr(plan, key)):
-            raise PlanError(
-                f"the plan says {key} {value!r}, but its settings give {str(getattr(plan, key))!r}"
-            )
+        found = str(getattr(plan, key))
+        if value != found:
+            raise PlanError(f"the plan says {key} {shown(value)}, but its settings give {found!r}")
     return plan
 
 
@@ -74,12 +71,11 @@ def load_plan(path: str | Path) -> Plan:
     Raises:
         PlanError: Names the file and what is wrong with it.
     """
+    text = read_text(path, what="the plan", fault=PlanError)
     try:
-        plan = plan_from_json(Path(path).read_text())
+        plan = plan_from_json(text)
         tables = [_with_ids(table, Path(path).parent) for table in plan.tables]
         return dataclasses.replace(plan, tables=tuple(tables)).validate()
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"cannot read the plan {path}: {error}") from None
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from None
 

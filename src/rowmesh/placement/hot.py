@@ -2,18 +2,20 @@
 
 import hashlib
 import io
+import os
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rowmesh.errors import PlanError
-from rowmesh.files import write_whole
+from rowmesh.files import read_array, write_whole
 from rowmesh.placement.plan import HotSet, Tier
 
 __all__ = ["holders", "hot_ids", "load_ids", "make_hot_set", "save_ids"]
 
 Ints = NDArray[np.int64]
+_MOST_NAME = 60  # characters of a table's name in that of a file, which has room for 255 bytes
 
 
 def make_hot_set(table: str, ids: Ints) -> HotSet:
@@ -30,7 +32,7 @@ def make_hot_set(table: str, ids: Ints) -> HotSet:
     if len(rows) != len(ids) or not len(rows) or rows[0] < 0:
         raise PlanError(f"table {table!r}: hot rows must be distinct, from 0, and at least one")
     digest = _digest(rows)
-    name = "".join(c if c.isalnum() or c in "-_" else "_" for c in table)
+    name = "".join(c if c.isalnum() or c in "-_" else "_" for c in table)[:_MOST_NAME]
     hot = HotSet(count=len(rows), sha256=digest, file=f"hot_{name}_{digest[:12]}.npy")
     return _fill(hot, rows)
 
@@ -48,19 +50,17 @@ def load_ids(hot: HotSet, folder: Path, *, where: str) -> HotSet:
     Raises:
         PlanError: If the file is not there, or not the one that the plan was made with.
     """
-    if Path(hot.file).name != hot.file:
-        raise PlanError(f"{where}: {hot.file!r} must be the name of a file beside the plan")
     path = folder / hot.file
     try:
         with path.open("rb") as file:
-            rows = np.lib.format.read_array(file, allow_pickle=False)
+            rows = read_array(file, num_bytes=os.fstat(file.fileno()).st_size)
     except OSError as error:
         raise PlanError(
             f"{where}: cannot read its hot rows from {path}: {error.strerror}; keep the file "
             f"beside the plan"
         ) from None
-    except (ValueError, EOFError):
-        raise PlanError(f"{where}: {path} is damaged: make the plan again") from None
+    except ValueError as error:
+        raise PlanError(f"{where}: {path} is damaged ({error}): make the plan again") from None
     is_set = rows.dtype == np.int64 and rows.ndim == 1 and len(rows) == hot.count
     if not is_set or _digest(rows) != hot.sha256:
         raise PlanError(

@@ -20,7 +20,8 @@ from rowmesh.placement.plan import (
     TablePlan,
     Tier,
 )
-from rowmesh.tables import PoolingType
+from rowmesh.tables import MAX_DIM, MAX_ROWS, PoolingType
+from rowmesh.topology import MAX_RANKS
 
 __all__ = ["CODEC_NAMES", "EDGES", "MAX_DEPTH", "check", "exactness"]
 
@@ -42,9 +43,11 @@ EDGES = (
     "checkpoint",
 )
 MAX_DEPTH = 8
+MAX_SHARDS = 16 * MAX_RANKS  # virtual shards of a table, of which every rank has a list
 SYNC_MODES, SYNC_FORMS = ("gradients", "weights", "moments-first"), ("sparse", "dense")
 CODEC_NAMES = ("fp32", "fp16", "bf16", "int8", "threshold", "topk")
 _CODABLE = {"rows", "pooled", "backward", "hot gradients", "dense", "tower gradients"}
+_SIDECAR = re.compile(r"hot[\w-]*\.npy")  # no name that a run's folder has for another file
 _CODEC = re.compile(r"(\w+)(?:\((\d*\.?\d+(?:[eE][+-]?\d+)?(?:, *\d+)?)\))?")
 
 
@@ -75,6 +78,10 @@ def check(plan: Plan) -> None:
 def _check_mesh(mesh: MeshShape) -> None:
     if mesh.hosts < 1 or mesh.local < 1:
         raise PlanError(f"a mesh of {mesh.hosts} hosts x {mesh.local} ranks has no ranks")
+    if mesh.hosts * mesh.local > MAX_RANKS:
+        raise PlanError(
+            f"a mesh of {mesh.hosts} hosts x {mesh.local} ranks has more than {MAX_RANKS:,} ranks"
+        )
     _check_size(mesh, mesh.group, "")
 
 
@@ -117,8 +124,15 @@ def _check_table(plan: Plan, table: TablePlan) -> None:
     where = f"table {table.name!r}"
     if table.num_embeddings < 1 or table.embedding_dim < 1:
         raise PlanError(f"{where} needs at least one row and one column")
-    if table.virtual_shards < 1:
-        raise PlanError(f"{where}: {table.virtual_shards} virtual shards, at least 1 is needed")
+    if table.num_embeddings > MAX_ROWS or table.embedding_dim > MAX_DIM:
+        raise PlanError(
+            f"{where} has {table.num_embeddings:,} rows of {table.embedding_dim:,} columns, but "
+            f"may have {MAX_ROWS:,} of {MAX_DIM:,} at most"
+        )
+    if not 1 <= table.virtual_shards <= MAX_SHARDS:
+        raise PlanError(
+            f"{where}: {table.virtual_shards} virtual shards, but it must be from 1 to {MAX_SHARDS}"
+        )
     if not table.tiers or table.rest.rows != "rest":
         raise PlanError(f"{where}: the last tier must hold the rest of the rows")
     if any(not isinstance(t.rows, HotSet) for t in table.tiers[:-1]):
@@ -166,6 +180,11 @@ def _check_hot(table: TablePlan, where: str) -> None:
     for tier, rows in table.hot:
         if tier.copies is Copies.GROUP:
             raise PlanError(f"{where}: hot rows are copied to the world or to every host")
+        if not _SIDECAR.fullmatch(rows.file):
+            raise PlanError(
+                f"{where}: its hot rows are in {rows.file!r}, but must be in a file hot….npy "
+                f"beside the plan"
+            )
         if not 1 <= rows.count <= table.num_embeddings:
             raise PlanError(f"{where}: {rows.count:,} of {table.num_embeddings:,} rows are hot")
         if rows.ids is not None:

@@ -1,18 +1,21 @@
 """A plan as a table that fits 100 columns."""
 
+from rowmesh.errors import printable
 from rowmesh.placement.codecs import describe_codecs
 from rowmesh.placement.memory import bytes_per_rank, rule_state, state_bytes
 from rowmesh.placement.plan import Copies, Plan, TablePlan
 
-__all__ = ["bytes_per_rank", "render", "render_why", "shorten"]
+__all__ = ["MAX_TABLES", "bytes_per_rank", "render", "render_why", "shorten"]
 
+MAX_TABLES = 40  # printed, unless asked for all
 _GIB = 1 << 30
 _ROWWISE = "rowwise_adagrad"
 
 
-def shorten(text: str, width: int) -> str:
-    """``text`` in at most ``width`` columns."""
-    return text if len(text) <= width else text[: width - 3] + "..."
+def shorten(text: str, width: int | None) -> str:
+    """``text`` in at most ``width`` columns, None for all of it, printable."""
+    text = printable(text)
+    return text if width is None or len(text) <= width else text[: width - 3] + "..."
 
 
 def _ranks(table: TablePlan, world: int, size: int) -> str:
@@ -25,8 +28,14 @@ def _ranks(table: TablePlan, world: int, size: int) -> str:
     return text if len(text) <= 10 else f"{len(ranks)} ranks"
 
 
-def _row(plan: Plan, table: TablePlan, world: int) -> str:
-    name, word = shorten(table.name, 24), shorten(table.word, 24)
+def _name_width(plan: Plan, max_tables: int | None) -> int:
+    """Columns for names: 24, or as many as the longest has where nothing is cut."""
+    names = plan.tables if max_tables is None else ()
+    return max([24, *(len(shorten(table.name, None)) for table in names)])
+
+
+def _row(plan: Plan, table: TablePlan, world: int, width: int) -> str:
+    name, word = shorten(table.name, width), shorten(table.word, 24)
     local = all(t.copies is Copies.WORLD for t in table.tiers)
     travels = "none" if local else table.exchange.value
     if not local and table.exchange.value == "rows" and not table.dedup:
@@ -34,13 +43,13 @@ def _row(plan: Plan, table: TablePlan, world: int) -> str:
     if table.merged:
         travels += " merged"
     return (
-        f"{name:<24} {table.num_embeddings:>13,} {table.embedding_dim:>5} "
+        f"{name:<{width}} {table.num_embeddings:>13,} {table.embedding_dim:>5} "
         f"{table.data_type:>4}  {word:<24} {travels:<12} "
         f"{_ranks(table, world, plan.groups(table).size)}"
     )
 
 
-def _groups(plan: Plan) -> list[str]:
+def _groups(plan: Plan, max_tables: int | None) -> list[str]:
     """What is said of shard groups, if there are several; ranks are those of the first."""
     if not plan.has_replicas:
         return []
@@ -51,23 +60,29 @@ def _groups(plan: Plan) -> list[str]:
     ]
     if other := {t.name: t.group for t in plan.tables if t.group not in (None, mesh.group)}:
         text = ", ".join(f"{name} of {size}" for name, size in other.items())
-        lines.append(shorten(f"tables in groups of their own: {text}", 100))
+        most = None if max_tables is None else 100
+        lines.append(shorten(f"tables in groups of their own: {text}", most))
     return lines
 
 
-def render(plan: Plan, *, max_tables: int = 40, rule: str = _ROWWISE) -> str:
-    """The plan for people: a row a table, GiB per rank with the state of ``rule``, exactness."""
+def render(plan: Plan, *, max_tables: int | None = MAX_TABLES, rule: str = _ROWWISE) -> str:
+    """The plan for people: a row a table, GiB per rank with the state of ``rule``, exactness.
+
+    ``max_tables=None`` prints every table, by its whole name.
+    """
+    width = _name_width(plan, max_tables)
     mesh, world = plan.mesh, plan.mesh.hosts * plan.mesh.local
     label = plan.exactness
     lines = [
         f"plan for {mesh.hosts} hosts x {mesh.local} ranks, shard groups of {mesh.group}, "
         f"sums {plan.tree}" + (f", depth {plan.depth}" if plan.depth > 1 else ""),
-        *_groups(plan),
+        *_groups(plan, max_tables),
         f"exactness {label}: {label.meaning}",
         *([f"codecs {describe_codecs(plan.codecs)}"] if plan.codecs else []),
-        f"{'table':<24} {'rows':>13} {'dim':>5} {'type':>4}  {'split':<24} {'exchange':<12} ranks",
+        f"{'table':<{width}} {'rows':>13} {'dim':>5} {'type':>4}  {'split':<24} "
+        f"{'exchange':<12} ranks",
     ]
-    lines += [_row(plan, table, world) for table in plan.tables[:max_tables]]
+    lines += [_row(plan, table, world, width) for table in plan.tables[:max_tables]]
     lines += _more(plan, max_tables)
     gib = [b / _GIB for b in bytes_per_rank(plan, **state_bytes(rule_state(rule)))]
     digits = 2 if max(gib) >= 0.1 else 6
@@ -91,16 +106,17 @@ def render(plan: Plan, *, max_tables: int = 40, rule: str = _ROWWISE) -> str:
     return "\n".join(lines)
 
 
-def render_why(plan: Plan, *, max_tables: int = 40) -> str:
+def render_why(plan: Plan, *, max_tables: int | None = MAX_TABLES) -> str:
     """Why each table is placed as it is: the best other option, and what the choice saves."""
+    width = _name_width(plan, max_tables)
     lines = [
         "saved against the runner-up, all other tables as planned: KB sent by a rank, ms of a step",
-        f"{'table':<24} {'chosen':<22} {'runner-up':<22} {'KB':>11} {'ms':>9}",
+        f"{'table':<{width}} {'chosen':<22} {'runner-up':<22} {'KB':>11} {'ms':>9}",
     ]
     for table in plan.tables[:max_tables]:
         why = table.why
         chosen = table.word if why is None else why.chosen
-        line = f"{shorten(table.name, 24):<24} {shorten(chosen, 22):<22}"
+        line = f"{shorten(table.name, width):<{width}} {shorten(chosen, 22):<22}"
         if why is None or why.runner_up is None:
             lines.append(f"{line} none")
             continue
@@ -114,6 +130,6 @@ def _signed(value: float, digits: int) -> str:
     return f"{round(value, digits) + 0.0:,.{digits}f}"
 
 
-def _more(plan: Plan, max_tables: int) -> list[str]:
-    more = len(plan.tables) - max_tables
-    return [f"... and {more} more tables"] if more > 0 else []
+def _more(plan: Plan, max_tables: int | None) -> list[str]:
+    more = 0 if max_tables is None else len(plan.tables) - max_tables
+    return [f"... and {more} more tables; --all prints them"] if more > 0 else []

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, cast
 
-from rowmesh.errors import InputError
+from rowmesh.errors import InputError, shown
 from rowmesh.files import write_whole
 from rowmesh.profile.archive import pack, unpack
 from rowmesh.profile.chunks import TableSummary
@@ -74,7 +74,7 @@ def load_profile(path: str | Path) -> Profile:
     document, summaries = unpack(path)
     if document.get("version") != _VERSION:
         version = document.get("version")
-        raise InputError(f"{path}: version {version!r} is not {_VERSION}: {_AGAIN}")
+        raise InputError(f"{path}: version {shown(version)} is not {_VERSION}: {_AGAIN}")
     try:
         header = cast(_Header, build(_Header, document, "header"))
     except InputError as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from rowmesh.errors import InputError
-from rowmesh.files import write_whole
+from rowmesh.files import read_text, write_whole
 from rowmesh.profile.archive import pack, unpack
 from rowmesh.profile.chunks import Chunk, ProfileConfig
 
@@ -61,7 +61,7 @@ class Partial:
                 if any(self.folder.iterdir()):
                     raise self._foreign()
                 write_whole(self._settings, self._digest)
-            elif self._settings.read_text() != self._digest:
+            elif read_text(self._settings) != self._digest:
                 raise self._foreign()
         except OSError as error:
             raise InputError(f"cannot use the folder {self.folder}: {error.strerror}") from None

@@ -4,7 +4,6 @@ safetensors writes a file from tensors that are all in memory, so a large model 
 and an index of them, in the form that Hugging Face's libraries read.
 """
 
-import json
 import os
 import tempfile
 from collections.abc import Mapping
@@ -16,7 +15,9 @@ import torch
 from torch import Tensor
 
 from rowmesh.comm.status import sentence_of
-from rowmesh.errors import InputError
+from rowmesh.errors import InputError, shown
+from rowmesh.extras import require_extra
+from rowmesh.files import read_json
 
 __all__ = ["INDEX_NAME", "open_array", "open_tensors", "require_safetensors", "write_tensors"]
 
@@ -30,13 +31,8 @@ def require_safetensors() -> Any:
     Raises:
         InputError: Saying how to install it.
     """
-    try:
-        import safetensors.torch
-    except ImportError:
-        raise InputError(
-            "safetensors files need the safetensors library: pip install 'rowmesh[export]'"
-        ) from None
-    return safetensors
+    require_extra("safetensors", "safetensors.torch")
+    return require_extra("safetensors")
 
 
 def open_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -109,8 +105,17 @@ def _file_in(folder: Path) -> Path:
 
 
 def _open_indexed(path: Path) -> dict[str, Tensor]:
-    files: dict[str, str] = json.loads(path.read_text())["weight_map"]
+    document = read_json(path)
+    files = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise InputError(f"{path} has no weight_map of tensors to files")
+    for name in set(files.values()):
+        if Path(name).name != name or len(name) > 255:
+            raise InputError(f"{path} names {shown(name)}, which is no file beside it")
     opened = {name: _open_safetensors(path.parent / name) for name in set(files.values())}
+    for key, name in files.items():
+        if key not in opened[name]:
+            raise InputError(f"{path} says that {shown(key)} is in {name}, which does not hold it")
     return {key: opened[name][key] for key, name in files.items()}
 
 

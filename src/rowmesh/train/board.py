@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from rowmesh.extras import require_extra
 from rowmesh.placement import Plan
 from rowmesh.placement.text import render
 from rowmesh.train.tally import StepRecord
@@ -18,7 +19,7 @@ class Board:
 
     def show_plan(self, plan: Plan) -> None:
         """The plan as text."""
-        self._writer.add_text("plan", f"```\n{render(plan, rule=self._rule)}\n```")
+        self._writer.add_text("plan", f"```\n{render(plan, max_tables=None, rule=self._rule)}\n```")
 
     def show_step(self, record: StepRecord) -> None:
         """A step that is due."""
@@ -45,14 +46,21 @@ class Board:
         self._writer.close()
 
 
-def open_board(folder: Path, *, log_every: int, rule: str, after: int = 0) -> Board | None:
+def open_board(
+    folder: Path, *, log_every: int, rule: str, after: int = 0, is_needed: bool = False
+) -> Board | None:
     """A board in ``folder`` that hides points after step ``after``; None without TensorBoard.
 
     Memory of the plan is told with the state of the update rule ``rule``.
+
+    Raises:
+        InputError: If it ``is_needed`` and not installed.
     """
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
+        if is_needed:
+            require_extra("tensorboard", "torch.utils.tensorboard")
         return None
     writer = SummaryWriter(str(folder), purge_step=after + 1)
     return Board(writer, log_every=log_every, rule=rule)

@@ -1,7 +1,7 @@
 """`RunConfig`: everything a run depends on, besides the mesh."""
 
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import Literal, get_args
 
 from rowmesh.data import Source, SyntheticClicks
 from rowmesh.errors import InputError, did_you_mean
@@ -19,14 +19,15 @@ class TrainingConfig:
 
     Args:
         steps: Training steps.
-        epochs: Passes over the data; where given it counts instead of ``steps``.
+        epochs: Passes over the data; where given it counts instead of ``steps``. A recipe file or
+            a command line gives one of the two.
         eval_every: Steps between evaluations; None for one at the end only.
         eval_batches: Held-out batches of each rank to evaluate on; None for all.
         log_every: Steps between lines of metrics.jsonl.
         on_nan: What to do about a loss that is nan or infinite. ``stop`` ends the run with exit
             code 1 and saves nothing after it; ``skip`` leaves the batch's update out, on all
             ranks, for an 8-byte sum a step; ``go on`` goes on.
-        tensorboard: Whether to write for TensorBoard, where it is installed.
+        tensorboard: Whether to write for TensorBoard; ``auto`` for where it is installed.
 
     Raises:
         InputError: If a number is out of range.
@@ -38,7 +39,7 @@ class TrainingConfig:
     eval_batches: int | None = None
     log_every: int = 10
     on_nan: OnNan = "stop"
-    tensorboard: bool = True
+    tensorboard: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         for name in ("steps", "epochs", "eval_every", "eval_batches", "log_every"):
@@ -48,19 +49,20 @@ class TrainingConfig:
             raise InputError(f"unknown on_nan {self.on_nan!r}{did_you_mean(self.on_nan, known)}")
 
     def num_steps(self, source: Source) -> int:
-        """Steps of the whole run.
+        """Steps of the whole run; reads what the data's files say of themselves.
 
         Raises:
-            InputError: If ``epochs`` is given for data without an end.
+            InputError: If ``epochs`` is given for data without an end, or the data is not there.
         """
+        length = source.steps_per_epoch  # of files: what is wrong is said before ranks start
         if self.epochs is None:
             return self.steps
-        if source.steps_per_epoch is None:
+        if length is None:
             raise InputError(
                 f"training.epochs is {self.epochs}, but {type(source).__name__} has no end: set "
                 f"training.steps, and training.epochs=none"
             )
-        return self.epochs * source.steps_per_epoch
+        return self.epochs * length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from rowmesh import native
 from rowmesh.comm.shared import why_not_shared
+from rowmesh.extras import EXTRAS
 from rowmesh.lab import check_permitted
 from rowmesh.models.products import why_torch
 from rowmesh.train.hardware import (
@@ -27,11 +28,6 @@ from rowmesh.train.network import check_hostname, check_interfaces, check_trial
 
 __all__ = ["Feature", "can_train", "check_backends", "examine", "features"]
 
-_EXTRAS = {
-    "safetensors": ("export", "rm.export_safetensors, and reading such files"),
-    "pyarrow": ("parquet", "training on Parquet files"),
-    "tensorboard": ("tensorboard", "curves in TensorBoard"),
-}
 _NEEDED = ("torch", "gloo", "memory", "file descriptors", "two ranks")
 
 
@@ -63,7 +59,7 @@ def examine(root: Path = ROOT, *, trial_timeout_s: float = 60.0) -> Iterator[Fin
         name="torch", value=f"{torch.__version__}, Python {sys.version.split()[0]}", ok=True
     )
     yield from check_backends()
-    yield from (check_extra(package) for package in _EXTRAS)
+    yield from (check_extra(package) for package in EXTRAS)
     yield check_compiler()
     yield check_kernels()
     yield check_products()
@@ -89,13 +85,13 @@ def check_backends() -> Iterator[Finding]:
 
 def check_extra(package: str) -> Finding:
     """The version of an optional package, or how to install it."""
-    extra, purpose = _EXTRAS[package]
+    extra = EXTRAS[package]
     try:
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        advice = f"pip install 'rowmesh[{extra}]' for {purpose}"
+        advice = f"pip install '{extra.requirement}' for {extra.purpose}"
         return Finding(name=package, value="not installed", ok=None, advice=advice)
-    return Finding(name=package, value=version, ok=True, advice=f"for {purpose}")
+    return Finding(name=package, value=version, ok=True, advice=f"for {extra.purpose}")
 
 
 def check_lab() -> Finding:
@@ -158,6 +154,6 @@ def features(findings: Sequence[Finding]) -> list[Feature]:
             "nccl",
             "CUDA devices",
         ),
-        *(feature(purpose, package) for package, (_, purpose) in _EXTRAS.items()),
+        *(feature(purpose, package) for package, (_, _, purpose) in EXTRAS.items()),
         feature("emulate hosts with links of a chosen rate", "emulated hosts"),
     ]

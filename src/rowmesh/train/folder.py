@@ -5,17 +5,19 @@ import fcntl
 import itertools
 import json
 import math
+import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
 from rowmesh.errors import InputError
+from rowmesh.files import parse_json, write_whole
 from rowmesh.placement import Plan, load_plan, save_plan
 from rowmesh.topology import Topology
 from rowmesh.train.config import RunConfig
 from rowmesh.train.planning import PlanConfig
-from rowmesh.train.recipes import config_to_json, load_recipe
+from rowmesh.train.recipes import config_to_json, load_plan_settings, load_recipe
 from rowmesh.train.tally import StepRecord
 
 __all__ = ["MetricsFile", "RunFolder", "without_nan"]
@@ -67,7 +69,9 @@ class RunFolder:
         path = self.path / ".lock"
         with _writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            file = path.open("w")
+            # no link is followed, and nothing is cut: somebody else may have made it
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            file = os.fdopen(os.open(path, flags, 0o666), "r+")
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -82,8 +86,14 @@ class RunFolder:
             finally:
                 path.unlink(missing_ok=True)
 
-    def load_config(self, overrides: Sequence[str] = ()) -> RunConfig:
+    def load_config(
+        self, overrides: Sequence[str] = (), *, data_from: str | None = None
+    ) -> RunConfig:
         """The config of the run in this folder, with overrides that leave its state valid.
+
+        Args:
+            overrides: As for `load_recipe`.
+            data_from: The Python recipe that makes the data, if the run was of one.
 
         Raises:
             InputError: If there is no run, or an override would change model, data or seed.
@@ -97,15 +107,13 @@ class RunFolder:
                     f"{key} of a run cannot change when it resumes: start a new run, or change "
                     f"only {', '.join(_MAY_CHANGE)}"
                 )
-        return load_recipe(self.config, overrides)
+        return load_recipe(self.config, overrides, data_from=data_from)
 
     def write(self, config: RunConfig, plan: Plan) -> None:
         """Write the resolved config and the plan; a reader never sees half of one."""
         with _writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            partial = self.config.with_suffix(".partial")
-            partial.write_text(config_to_json(config))
-            partial.replace(self.config)
+            write_whole(self.config, config_to_json(config))
             save_plan(plan, self.plan)
 
     def stored_plan(self, topology: Topology, settings: PlanConfig) -> Plan | None:
@@ -113,7 +121,7 @@ class RunFolder:
 
         A resumed run then goes on with it.
         """
-        if not self.plan.is_file() or load_recipe(self.config).plan != settings:
+        if not self.plan.is_file() or load_plan_settings(self.config) != settings:
             return None
         plan = load_plan(self.plan)
         return plan if plan.fingerprint == topology.fingerprint() else None
@@ -136,9 +144,7 @@ class MetricsFile:
         self._samples, self._seconds = 0, 0.0
         with _writing(path):
             kept = [line for line in _lines(path) if _step_of(line) <= after]
-            partial = path.with_suffix(".partial")
-            partial.write_text("".join(kept))
-            partial.replace(path)
+            write_whole(path, "".join(kept))
             self._file: IO[str] = path.open("a")
 
     def show_plan(self, plan: Plan) -> None:
@@ -161,8 +167,9 @@ class MetricsFile:
         self._write({"kind": "eval", "step": step, **found})
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file; a line that could not be written has been told of, and is dropped."""
+        with contextlib.suppress(OSError):
+            self._file.close()
 
     def _write(self, line: dict[str, Any]) -> None:
         with _writing(self._path):
@@ -180,14 +187,15 @@ def without_nan(value: Any) -> Any:
 
 
 def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines(keepends=True) if path.is_file() else []
+    text = path.read_text(errors="replace") if path.is_file() else ""
+    return text.splitlines(keepends=True)
 
 
 def _step_of(line: str) -> float:
-    """The step of a line; infinite for half a line, as a killed run may leave at the end."""
-    with contextlib.suppress(ValueError, KeyError, TypeError):
+    """The step of a line; infinite for half a line, as a killed run may leave, or a damaged one."""
+    with contextlib.suppress(InputError, ValueError, KeyError, TypeError, OverflowError):
         if line.endswith("\n"):
-            return int(json.loads(line)["step"])
+            return int(parse_json(line, where="a line")["step"])
     return math.inf
 
 

@@ -3,13 +3,14 @@
 A recipe is a TOML file, whose tables are the parts of `RunConfig`; a Python file with a function
 ``recipe() -> RunConfig``; or the config.json of an earlier run. What a file does not say keeps
 its default.
+
+Only a Python recipe that somebody names runs code; a document that names one does not.
 """
 
 import dataclasses
 import importlib.util
 import json
 import sys
-import tomllib
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -22,11 +23,20 @@ from rowmesh.data import (
     SyntheticClicks,
     SyntheticSequences,
 )
-from rowmesh.errors import InputError, did_you_mean
+from rowmesh.errors import InputError, did_you_mean, shown
+from rowmesh.files import parse_json, parse_toml, read_text
+from rowmesh.train.choices import check_choices, settle_choices
 from rowmesh.train.config import RunConfig
+from rowmesh.train.planning import PlanConfig
 from rowmesh.typed import Text, build, overlay
 
-__all__ = ["config_to_json", "find_recipe", "load_recipe", "parse_overrides"]
+__all__ = [
+    "config_to_json",
+    "find_recipe",
+    "load_plan_settings",
+    "load_recipe",
+    "parse_overrides",
+]
 
 _SOURCES: Final[dict[str, type]] = {
     "parquet": ParquetClicks,
@@ -53,32 +63,46 @@ def find_recipe(name: str) -> Path:
     raise InputError(f"no recipe {name!r}, neither a file nor a name{did_you_mean(name, shipped)}")
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_recipe(
+    path: str | Path, overrides: Sequence[str] = (), *, data_from: str | None = None
+) -> RunConfig:
     """The run that a recipe and ``key=value`` overrides describe.
+
+    What an override chooses beats what the recipe chose instead, as steps the epochs.
 
     Args:
         path: A file, or the name of a recipe that comes with rowmesh.
         overrides: As ``training.steps=100``: keys are fields of `RunConfig` and its parts, values
             are TOML (``[64, 32]``, ``true``, ``1e-3``), ``none``, or plain words for strings.
+        data_from: The Python recipe that makes the data, if ``path`` is the config.json of a run
+            that took its data from one; it is run.
 
     Raises:
-        InputError: If the file cannot be read, a key is unknown or a value not of its type.
+        InputError: If the file cannot be read, a key is unknown or a value not of its type, two
+            settings exclude each other, or the data comes from a recipe and it is not given.
     """
     path = find_recipe(str(path))
-    changes = parse_overrides(overrides)
+    given = _parse_pairs(overrides)
     try:
         if path.suffix == ".py":
-            config = _apply(_run_python(path), changes)
+            base = _run_python(path)
+            config = _apply(base, _nested(settle_choices(base, given)))
         else:
             document = _read_document(path)
-            if not isinstance(document.get("data", {}), Mapping):
-                raise InputError(f"data must be a table of settings, got {document['data']!r}")
+            changes = _nested(settle_choices(document, given))
             if "data" in document:
-                document["data"] = _data_of_recipe(document["data"])
+                document["data"] = _data_of(document["data"], path, data_from)
             config = _apply(RunConfig(), _merge(document, changes))
     except InputError as error:
         raise InputError(f"recipe {path}: {error}") from None
     return dataclasses.replace(config, recipe=config.recipe or str(path.resolve()))
+
+
+def load_plan_settings(path: str | Path) -> PlanConfig:
+    """The part ``plan`` of the config.json of a run; nothing else of it is read."""
+    part = _read_document(Path(path)).get("plan", {})
+    found: PlanConfig = overlay(PlanConfig(), part, "plan")
+    return found
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
@@ -87,18 +111,30 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     Raises:
         InputError: If one is not ``key=value``, or names a part and a field of it.
     """
-    found: dict[str, Any] = {}
+    return _nested(_parse_pairs(overrides))
+
+
+def _parse_pairs(overrides: Sequence[str]) -> dict[str, Text]:
+    found = {}
     for item in overrides:
         key, equals, text = item.partition("=")
         if not equals or not key.strip():
             raise InputError(f"{item!r} is not key=value, as in training.steps=100")
-        *parts, last = key.strip().split(".")
+        found[key.strip()] = Text(text.strip())
+    return found
+
+
+def _nested(given: Mapping[str, Text]) -> dict[str, Any]:
+    """Dotted keys as objects in objects."""
+    found: dict[str, Any] = {}
+    for key, text in given.items():
+        *parts, last = key.split(".")
         place: Any = found
         for part in parts:
             place = place.setdefault(part, {}) if isinstance(place, dict) else None
         if not isinstance(place, dict) or isinstance(place.get(last), dict):
-            raise InputError(f"{item!r} does not go with the other values set")
-        place[last] = Text(text.strip())
+            raise InputError(f"'{key}={text.text}' does not go with the other values set")
+        place[last] = text
     return found
 
 
@@ -116,7 +152,7 @@ def config_to_json(config: RunConfig) -> str:
     if type(config.data) in kinds:
         data = {"kind": kinds[type(config.data)], **_plain(config.data)}
     else:
-        data = {"kind": _FROM_RECIPE, "file": config.recipe}
+        data = {"kind": _FROM_RECIPE, "file": config.recipe, "settings": _plain_words(config.data)}
     return json.dumps({"data": data, **document}, indent=2) + "\n"
 
 
@@ -132,14 +168,26 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, StrEnum) else value
 
 
+def _plain_words(data: Source) -> dict[str, Any]:
+    """Those fields of a dataclass that are one word or number; `--set` may have changed them."""
+    plain = _plain(data)
+    fields = plain if isinstance(plain, dict) else {}
+    return {k: v for k, v in fields.items() if isinstance(v, str | int | float | None)}
+
+
 def _read_document(path: Path) -> dict[str, Any]:
+    is_json = path.suffix == ".json"
     try:
-        text = path.read_text()
-        document = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (OSError, ValueError) as error:
+        document = (parse_json if is_json else parse_toml)(read_text(path), where="it")
+    except InputError as error:
         raise InputError(f"cannot be read: {error}") from None
     if not isinstance(document, dict):
         raise InputError(f"must be an object, got {type(document).__name__}")
+    for part in ("data", "plan"):
+        if not isinstance(document.get(part, {}), dict):
+            raise InputError(f"{part} must be a table of settings, got {shown(document[part])}")
+    if not is_json:  # config.json says all, also what does not count
+        check_choices(document)
     return document
 
 
@@ -165,14 +213,37 @@ def _run_python(path: Path) -> RunConfig:
     return config
 
 
-def _data_of_recipe(data: Any) -> Any:
-    """The data that a stored run took from a Python recipe; anything else as it is."""
-    if not isinstance(data, dict) or data.get("kind") != _FROM_RECIPE:
+def _data_of(data: dict[str, Any], path: Path, recipe: str | None) -> Any:
+    """The data that a stored run took from the Python recipe ``recipe``; any other as it is."""
+    if data.get("kind") != _FROM_RECIPE:
+        if recipe is not None:
+            raise InputError(f"its data comes from no Python recipe: leave out {recipe}")
         return data
-    file = Path(str(data.get("file")))
-    if not file.is_file():
-        raise InputError(f"its data comes from the recipe {file}, which is not there any more")
-    return _run_python(file).data
+    file = str(data.get("file"))
+    if recipe is None:
+        raise InputError(
+            f"its data comes from the Python recipe {file}, and only a recipe that is named runs "
+            f"code: give {file} in its place, or, to resume, rowmesh train {file} --folder "
+            f"{path.parent} --resume"
+        )
+    made = _run_python(_find_python(recipe)).data
+    then, now = data.get("settings", {}), _plain_words(made)
+    if not isinstance(then, dict):
+        raise InputError(f"data.settings must be an object, got {shown(then)}")
+    changed = {key: value for key, value in then.items() if now.get(key, value) != value}
+    return overlay(made, changed, "data") if changed else made
+
+
+def _find_python(name: str) -> Path:
+    """`find_recipe`, if it is one in Python.
+
+    Raises:
+        InputError: If it is not.
+    """
+    path = find_recipe(name)
+    if path.suffix != ".py":
+        raise InputError(f"{name} is no Python recipe, from which the data of this run comes")
+    return path
 
 
 def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -205,8 +276,8 @@ def _make_source(base: Source, table: dict[str, Any]) -> Source:
     fields = dict(table)
     kind = fields.pop("kind", None)
     kind = kind.text if isinstance(kind, Text) else kind
-    if kind is not None and kind not in _SOURCES:
-        raise InputError(f"unknown data.kind {kind!r}{did_you_mean(str(kind), _SOURCES)}")
+    if kind is not None and (not isinstance(kind, str) or kind not in _SOURCES):
+        raise InputError(f"unknown data.kind {shown(kind)}{did_you_mean(shown(kind), _SOURCES)}")
     if kind is not None and type(base) is not _SOURCES[kind]:
         made: Source = build(_SOURCES[kind], fields, "data")
         return made

@@ -9,13 +9,15 @@ The first line never changes, so a newer checkpoint is told from a damaged one.
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from rowmesh.errors import InputError
+from rowmesh.errors import InputError, shown
+from rowmesh.files import parse_json
 
 __all__ = [
     "DTYPES",
@@ -25,6 +27,7 @@ __all__ = [
     "check_jsonable",
     "decode",
     "encode",
+    "is_shape",
     "read_document",
 ]
 
@@ -94,7 +97,9 @@ def decode(data: bytes, where: Path) -> dict[str, Any]:
     line, newline, body = data.partition(b"\n")
     if line + newline != (_HEAD % hashlib.sha256(body).hexdigest()).encode():
         raise DamagedError(f"{where} is damaged: its SHA-256 is not the one in its first line")
-    document = json.loads(data)
+    document = parse_json(data, where=str(where))
+    if not isinstance(document, dict):
+        raise InputError(f"{where} must be an object, got {shown(document)}")
     if document.get("version") != FORMAT_VERSION:
         raise InputError(
             f"{where} is of checkpoint version {document.get('version')!r}, but this rowmesh reads "
@@ -102,16 +107,31 @@ def decode(data: bytes, where: Path) -> dict[str, Any]:
         )
     for name, kind in _FIELDS.items():
         if not isinstance(document.get(name), kind):
-            raise InputError(f"{where}: field {name!r} is {document.get(name)!r}, not {kind}")
+            raise InputError(f"{where}: field {name!r} is {shown(document.get(name))}, not {kind}")
     for name, table in document["tables"].items():
         if not isinstance(table, dict) or not table.keys() >= _TABLE:
-            raise InputError(f"{where}: table {name!r} is {table!r}, without {sorted(_TABLE)}")
+            raise InputError(f"{where}: table {name!r} is {shown(table)}, without {sorted(_TABLE)}")
     for key, entry in document["tensors"].items():
         if not isinstance(entry, dict) or not entry.keys() >= _TENSOR:
-            raise InputError(f"{where}: tensor {key!r} is {entry!r}, without {sorted(_TENSOR)}")
-        if entry["dtype"] not in DTYPES:
-            raise InputError(f"{where}: tensor {key!r} is of unknown type {entry['dtype']!r}")
+            raise InputError(
+                f"{where}: tensor {key!r} is {shown(entry)}, without {sorted(_TENSOR)}"
+            )
+        if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
+            raise InputError(f"{where}: tensor {key!r} is of unknown type {shown(entry['dtype'])}")
+        if not is_shape(entry["shape"]) or not isinstance(entry["chunks"], list):
+            raise InputError(f"{where}: tensor {key!r} is described wrongly: {shown(entry)}")
+    for name in document["files"]:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise InputError(f"{where}: file {shown(name)} is not in the folder")
     return dict(document)
+
+
+def is_shape(value: Any) -> bool:
+    """Whether these are sizes that a tensor may have."""
+    if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
+        return False
+    elements: int = math.prod(max(n, 1) for n in value)
+    return elements < 1 << 58
 
 
 def read_document(folder: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """One load: what is checked before anything changes, what each rank reads, what is set after."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rowmesh.comm.mesh import Mesh
-from rowmesh.errors import InputError
+from rowmesh.errors import InputError, RowmeshError, shown
 from rowmesh.runtime.boxes import table_tensors
 from rowmesh.runtime.copies import refresh_copies
 from rowmesh.runtime.embeddings import ShardedEngine, sharded_engines
@@ -19,6 +19,7 @@ from rowmesh.train.checkpoint.document import DTYPES, read_document
 from rowmesh.train.checkpoint.fit import check_fit
 from rowmesh.train.checkpoint.state import (
     check_drained,
+    check_restore,
     dense_tensors,
     restore_optimizer,
     restore_random_state,
@@ -34,9 +35,9 @@ class Load:
     Args:
         document: From metadata.json.
         engines: Of the model.
-        run: Reads everything into its place.
-        states: Memory for the dense optimiser's state.
-        random: Memory for the random generators' states.
+        run: Reads everything that has a place in the model into it.
+        states: The dense optimiser's state.
+        random: The random generators' states.
     """
 
     optimizer: Optimizer | None
@@ -48,12 +49,12 @@ class Load:
     random: Tensor = field(repr=False)
 
     def read(self) -> None:
-        """Read tables and dense parameters into their place, the rest into memory of its own."""
+        """Read tables and dense parameters into their place; the rest is read already."""
         with torch.no_grad(), _from_disk():
             self.run()
 
     def restore(self) -> None:
-        """Set what `read` has read into memory of its own, and copies of what it has set.
+        """Set the states, which `prepare` has checked, and copies of what `read` has set.
 
         Collective:
             All ranks.
@@ -82,26 +83,33 @@ def prepare(folder: Path, model: nn.Module, optimizer: Optimizer | None, mesh: M
     if optimizer is None:
         tables = {key: value for key, value in tables.items() if key.endswith(".weight")}
     dense = dense_tensors(model)
-    check_fit(document, tables | dense, model=model, optimizer=optimizer)
+    with _described(folder):
+        check_fit(document, tables | dense, model=model, optimizer=optimizer)
     states = {k: _empty(v) for k, v in described.items() if k.startswith("dense_state.")}
     states = {} if optimizer is None else states
     generators = f"random.{mesh.rank if mesh.world == document['world'] else 0}"
     if generators not in described:
         raise InputError(f"{generators!r} is not in the checkpoint {folder}")
     random = _empty(described[generators])
-    wanted: dict[str, Any] = tables | dense | states | {generators: random}
+    is_first = mesh.rank == 0
+    run = _checked(folder, tables | dense, is_first=is_first)
+    own: dict[str, Any] = states | {generators: random}
+    with torch.no_grad(), _from_disk():
+        _checked(folder, own, is_first=is_first)()
+    with _described(folder):
+        check_restore(optimizer, document, states, random)
     return Load(
         optimizer=optimizer,
         mesh=mesh,
         engines=sharded_engines(model),
         document=document,
-        run=_checked(folder, wanted, is_first=mesh.rank == 0),
+        run=run,
         states=states,
         random=random,
     )
 
 
-def _checked(folder: Path, wanted: dict[str, Any], *, is_first: bool) -> Callable[[], None]:
+def _checked(folder: Path, wanted: Mapping[str, Any], *, is_first: bool) -> Callable[[], None]:
     """Compare all that will be read with its checksums; returns what reads it.
 
     This is DCP's sequence of calls for one rank, which needs no process group.
@@ -113,7 +121,7 @@ def _checked(folder: Path, wanted: dict[str, Any], *, is_first: bool) -> Callabl
     with _from_disk():
         metadata = reader.read_metadata()
         reader.set_up_storage_reader(metadata, is_coordinator=is_first)
-        planner.set_up_planner(wanted, metadata, is_coordinator=is_first)
+        planner.set_up_planner(dict(wanted), metadata, is_coordinator=is_first)
         plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
         reader.check(plan)
     return lambda: reader.read_data(plan, planner).wait()
@@ -128,8 +136,22 @@ def _from_disk() -> Iterator[None]:
         raise InputError(f"cannot read the checkpoint: {error}") from None
 
 
+@contextlib.contextmanager
+def _described(folder: Path) -> Iterator[None]:
+    """What a description lacks, or has of another kind, becomes a sentence."""
+    try:
+        yield
+    except RowmeshError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{folder} is described wrongly: {shown(error)}") from None
+
+
 def _empty(entry: dict[str, Any]) -> Tensor:
-    return torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
+    try:
+        return torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
+    except RuntimeError:
+        raise InputError(f"no memory holds a tensor of shape {entry['shape']}") from None
 
 
 def check_all(folder: Path) -> None:

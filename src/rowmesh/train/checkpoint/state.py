@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rowmesh.errors import InputError, StepError
+from rowmesh.errors import InputError, StepError, shown
+from rowmesh.files import parse_json
 from rowmesh.runtime.embeddings import sharded_engines
 from rowmesh.runtime.optimizer import Optimizer
 from rowmesh.runtime.regions import dense_state
@@ -22,6 +23,7 @@ from rowmesh.train.checkpoint.document import check_jsonable
 
 __all__ = [
     "check_drained",
+    "check_restore",
     "dense_tensors",
     "describe_optimizer",
     "random_state",
@@ -148,6 +150,74 @@ def random_state() -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(found).encode()), dtype=torch.uint8)
 
 
+def check_restore(
+    optimizer: Optimizer | None, document: dict[str, Any], tensors: dict[str, Tensor], saved: Tensor
+) -> None:
+    """Refuse what `restore_optimizer` and `restore_random_state` would stumble over half-way.
+
+    Args:
+        optimizer: Of the same kind and groups, as `check_optimizer` says.
+        document: From metadata.json.
+        tensors: The dense optimiser's state, read.
+        saved: Of the random generators, read.
+
+    Raises:
+        InputError: If it is not what a save writes.
+    """
+    try:
+        _set_generators(saved, random.Random(), np.random.RandomState(), torch.Generator())
+    except Exception as error:  # whatever generators say of a wrong state
+        raise InputError(f"the saved random state is none: {shown(error)}") from None
+    if optimizer is None:
+        return
+    ours = {k: v for k, v in optimizer.param_groups[-1].items() if k != "params"}
+    _check_alike("the sparse parameter group", document["sparse_group"], ours)
+    dense, found = optimizer.dense, document["dense_optimizer"]
+    if dense is None:
+        return
+    parameters: dict[str, Tensor] = {}
+    for theirs, group in zip(found["groups"], dense.param_groups, strict=True):
+        options = {k: v for k, v in group.items() if k != "params"}
+        _check_alike("a dense parameter group", theirs.get("options"), options)
+        parameters |= dict(zip(theirs["params"], group["params"], strict=True))
+    scalars = found.get("scalars")
+    if not isinstance(scalars, dict) or not all(
+        name in parameters and isinstance(state, dict) for name, state in scalars.items()
+    ):
+        raise InputError(f"the dense optimiser's state is {shown(scalars)}, not of its parameters")
+    for key, tensor in tensors.items():
+        name = key.removeprefix("dense_state.").rpartition(".")[0]
+        if name not in scalars or tensor.numel() not in (1, parameters[name].numel()):
+            raise InputError(f"{key!r} is not of the dense optimiser's parameters")
+
+
+def _check_alike(what: str, saved: Any, ours: dict[str, Any]) -> None:
+    """The same options, each of the same kind: a number, a word, a flag, a list or nothing."""
+    if not isinstance(saved, dict) or saved.keys() != ours.keys():
+        raise InputError(f"{what} is {shown(saved)} in the checkpoint, {shown(ours)} here")
+    for name, value in saved.items():
+        kinds = [
+            float if type(v) is int else list if type(v) is tuple else type(v)
+            for v in (value, ours[name])
+        ]
+        if kinds[0] is not kinds[1] and type(None) not in kinds:
+            raise InputError(
+                f"{name!r} of {what} is {shown(value)} in the checkpoint, {shown(ours[name])} here"
+            )
+
+
+def _set_generators(
+    saved: Tensor, python: Any, numpy: np.random.RandomState | Any, generator: torch.Generator
+) -> dict[str, Any]:
+    """Set generators to what `random_state` gave; returns all of it."""
+    found: dict[str, Any] = parse_json(saved.numpy().tobytes(), where="the saved random state")
+    version, keys, gauss = found["python"]
+    python.setstate((version, tuple(keys), gauss))
+    numpy.set_state(tuple(found["numpy"]))
+    generator.set_state(torch.tensor(found["torch"], dtype=torch.uint8))
+    return found
+
+
 def restore_random_state(saved: Tensor, *, rank: int, derive: bool) -> None:
     """Set the generators to what `random_state` gave.
 
@@ -162,10 +232,6 @@ def restore_random_state(saved: Tensor, *, rank: int, derive: bool) -> None:
         np.random.seed(seed)
         torch.manual_seed(seed)
         return
-    found = json.loads(text)
-    version, keys, gauss = found["python"]
-    random.setstate((version, tuple(keys), gauss))
-    np.random.set_state(tuple(found["numpy"]))
-    torch.set_rng_state(torch.tensor(found["torch"], dtype=torch.uint8))
+    found = _set_generators(saved, random, np.random, torch.default_generator)
     if "cuda" in found and torch.cuda.is_available():
         torch.cuda.set_rng_state(torch.tensor(found["cuda"], dtype=torch.uint8))

@@ -24,8 +24,14 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.futures import Future
 
-from rowmesh.errors import InputError
-from rowmesh.train.checkpoint.document import DTYPES, DamagedError, StoredChunk, read_document
+from rowmesh.errors import InputError, shown
+from rowmesh.train.checkpoint.document import (
+    DTYPES,
+    DamagedError,
+    StoredChunk,
+    is_shape,
+    read_document,
+)
 
 __all__ = ["BoxReader", "write_boxes"]
 
@@ -154,9 +160,12 @@ class BoxReader(FileSystemReader):
     def _read(self, stream: Any, path: Path, index: MetadataIndex) -> Tensor:
         chunk: StoredChunk = self.storage_data[index]
         num_bytes = torch.Size(chunk.sizes).numel() * self._dtype(index).itemsize
+        where = f"{path} is damaged: the box of {index.fqn!r} at byte {chunk.at}"
+        left = max(os.fstat(stream.fileno()).st_size - chunk.at, 0)
+        if left < num_bytes:  # before memory is asked for
+            raise DamagedError(f"{where} has {left} of its {num_bytes} bytes")
         data = torch.empty(num_bytes, dtype=torch.uint8)
         stream.seek(chunk.at)
-        where = f"{path} is damaged: the box of {index.fqn!r} at byte {chunk.at}"
         if (found := stream.readinto(data.numpy().data)) != num_bytes:
             raise DamagedError(f"{where} has {found} of its {num_bytes} bytes")
         if zlib.crc32(data.numpy().data) != chunk.crc32:
@@ -167,8 +176,10 @@ class BoxReader(FileSystemReader):
 def _chunk(shape: list[int], values: list[Any], files: list[str]) -> StoredChunk:
     """One chunk as metadata.json lists it: inside its tensor, in a file of this folder."""
     offsets, sizes, number, at, crc32 = values
-    if Path(files[number]).name != files[number]:
-        raise ValueError(f"file {files[number]!r} is not in the folder")
+    if not (
+        is_shape(offsets) and is_shape(sizes) and all(map(is_shape, ([number], [at], [crc32])))
+    ):
+        raise ValueError(f"chunk {shown(values)} is not of numbers")
     for first, size, limit in zip(offsets, sizes, shape, strict=True):
         if not (first >= 0 and size >= 1 and first + size <= limit):
             raise ValueError(f"chunk {values} is outside {shape}")
