@@ -78,7 +78,12 @@ def train(mesh: Mesh, split: str) -> dict[str, Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     assert len(model.calls) == 6
-    return rm.full_state_dict(model)
+    found, alone = rm.full_state_dict(model), rm.unshard(model)
+    if alone is not None:
+        assert alone.first is alone.again["same"] is alone.hidden[0] is not first
+        assert [k for k, v in alone.state_dict().items() if not torch.equal(v, found[k])] == []
+        alone(features())
+    return found
 
 
 def joined(parts: list[rm.KeyedJaggedTensor]) -> rm.KeyedJaggedTensor:
@@ -468,6 +473,16 @@ def test_verify_counts_samples_in_batches_of_every_kind_and_takes_means() -> Non
     for found in run_on_ranks(2, verify_inputs):
         for said in found:
             assert re.fullmatch(r"verified: 2 steps, \d+ tensors bit-equal \(E0\)", said)
+
+
+def test_the_oracle_takes_a_mean_of_samples_only() -> None:
+    settings: dict[str, Any] = {"dense": DENSE, "sparse": rm.SGD(lr=0.5), "is_mean": True}
+    oracle = rm.Oracle(nn.Linear(2, 1), loss=lambda m, batch: m(batch).mean(), **settings)
+    with pytest.raises(rm.InputError, match="a model that reads a collection"):
+        oracle.step([torch.ones(3, 2)])
+    oracle = rm.Oracle(Columns(), **settings)
+    with pytest.raises(rm.InputError, match=r"takes one number, got shape \[2\]"):
+        oracle.step([columns_of(0)[0]])
 
 
 def mean_of_means(mesh: Mesh) -> tuple[list[float], dict[str, Tensor]]:

@@ -243,6 +243,24 @@ class Remapped(Around):
     embedding_bag_configs.__module__ = "torchrec.modules.itep_embedding_modules"
 
 
+class Processed(nn.Module):
+    """Weights of ids that are trained."""
+
+    __module__ = "torchrec.modules.fp_embedding_modules"
+    __qualname__ = "FeatureProcessedEmbeddingBagCollection"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._feature_processors = nn.ModuleDict({"f": nn.Linear(1, 1)})
+        self.bags = ForeignBags(foreign("t"), weighted=True)
+
+
+def test_feature_processors_may_be_frozen() -> None:
+    model = Processed()
+    model._feature_processors.requires_grad_(False)
+    assert [path for path, _, _ in named_collections(model)] == ["bags"]
+
+
 def with_own_forward() -> ForeignBags:
     found = ForeignBags(foreign("t"))
     found.forward = found.forward  # type: ignore[method-assign]
@@ -253,10 +271,11 @@ def with_own_forward() -> ForeignBags:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (Own, r"'deep\.1' is a .*\.Own, which has tables of its own: .* put the tables into"),
+        (Own, r"'deep\.1' of Sequential is a .*\.Own, which has tables of its own: .* put the"),
         (lambda: OwnForward(foreign("t")), "OwnForward, whose forward is its own: .* around one"),
         (with_own_forward, "ForeignBags, whose forward is its own"),
         (lambda: Remapped(ForeignBags(foreign("t"))), "Remapped, which is not supported: .* use"),
+        (Processed, "FeatureProcessed.*, whose feature processors are trained .*: freeze them"),
         (Sharded, "ShardedModule, which TorchRec has sharded: .* before DistributedModelParallel"),
     ],
 )

@@ -255,7 +255,8 @@ def sharded(case: Case, mesh: rm.Mesh, words: dict[str, Any], rule: Any) -> dict
     optimizer = rm.Optimizer(model, dense=dense, sparse=rule)
     mine = [batch_at(step, mesh.rank, at_least=case.at_least) for step in range(STEPS)]
     losses = []
-    for batch in mine:
+    pipeline = rm.Pipeline(model, depth=1 if words else 2)
+    for batch in pipeline.batches(mine):
         share = mesh.mean(case.loss(model, batch), is_mean=case.is_mean)
         share.backward()
         optimizer.step()

@@ -255,5 +255,5 @@ class EmbeddingCollection(Collection):
             # split's parts are views that a model may not change in place; whole no one reads it
             parts = torch.unsafe_split_with_sizes(vectors, [totals[k] for k in rows])
             for r, k, part in zip(members, rows, parts, strict=True):
-                found[r] = JaggedTensor(part, lengths[k], ids[k])
+                found[r] = JaggedTensor(part, lengths=lengths[k], weights=ids[k])
         return {reader.name: found[r] for r, reader in enumerate(self.readers)}

@@ -32,6 +32,7 @@ from rowmesh.tables import (
 __all__ = ["adopt_collections"]
 
 _Collection = EmbeddingBagCollection | EmbeddingCollection
+_SAME_IN_BOTH = {"_is_weighted", "_need_indices"}
 _Found = tuple[str, Any, list[TableConfig]]
 
 
@@ -51,7 +52,7 @@ def adopt_collections(model: nn.Module) -> nn.Module:
     foreign = [f for f in found if not isinstance(f[1], Collection)]
     made = [_made_like(module, configs) for _, module, configs in foreign]
     for (path, module, _), ours in zip(foreign, made, strict=True):
-        if clash := (_own_attributes(ours) - {"_need_indices"}) & vars(module).keys():
+        if clash := (_own_attributes(ours) - _SAME_IN_BOTH) & vars(module).keys():
             raise InputError(
                 f"collection {path!r} has attributes that rowmesh's have for something else: "
                 f"rename its {sorted(clash)}"

@@ -106,7 +106,8 @@ class Oracle:
         is_mean: bool = False,
     ) -> None:
         self._loss = loss or run_model
-        self._is_mean, self._num_samples = is_mean, 0
+        self._is_mean = is_mean
+        self._num_samples: int | None = None  # of the last forward of a collection
         self._span = span if plan is None else plan.span
         self.model = materialise(adopt_collections(model))
         self.rule = sparse
@@ -226,9 +227,12 @@ class Oracle:
             self._use(self._views.group(number))
         found = []
         for batch in part:
+            self._num_samples = None
             losses = self._loss(self.model, batch)
+            if self._is_mean and self._num_samples is None:
+                raise InputError("is_mean takes a model that reads a collection: it tells samples")
             is_list = losses.dim() > 0 and not self._is_mean
-            found.append((losses, len(losses) if is_list else self._num_samples))
+            found.append((losses, len(losses) if is_list else self._num_samples or 0))
         self._use(0)
         return found
 

@@ -167,7 +167,8 @@ def _features_of(batch: Any) -> Any:
     if len(found) != 1:
         raise InputError(
             f"a batch of type {type(batch).__name__} holds {len(found)} keyed features: give "
-            f"rm.Pipeline features=lambda batch: ..., which names those of its collections"
+            f"rm.Pipeline features=lambda batch: ..., which names those of its collections, or "
+            f"depth=1 if the model makes them itself"
         )
     return found[0]
 

@@ -202,7 +202,7 @@ def _make_engine(
         readers=module.readers,
         tables=module.configs(),
         pooled=module.pooled,
-        weighted=module.is_weighted,
+        weighted=is_weighted(module),
         takes_batch=module.takes_batch,
         stacks=stacks,
         mesh=mesh,

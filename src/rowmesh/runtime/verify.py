@@ -36,8 +36,8 @@ class Difference:
 
     def __str__(self) -> str:
         names = ("row", "column")[: len(self.place)]
-        where = ", ".join(f"{n} {i}" for n, i in zip(names, self.place, strict=False))
-        return f"{self.what}, {where}: {self.sharded!r} sharded, {self.oracle!r} by the oracle"
+        where = "".join(f", {n} {i}" for n, i in zip(names, self.place, strict=False))
+        return f"{self.what}{where}: {self.sharded!r} sharded, {self.oracle!r} by the oracle"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
