@@ -17,6 +17,7 @@ HOME = "torchrec.modules.embedding_modules"
 class ForeignType(Enum):
     FP32 = "FP32"
     FP16 = "FP16"
+    BF16 = "BF16"
     INT8 = "INT8"
 
 

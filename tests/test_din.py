@@ -99,13 +99,13 @@ def test_the_candidate_decides_what_is_attended_to() -> None:
     logits = logits_of(model, make_batch([[3, 1, 4]] * 2, candidates=[7, 8]))
     assert logits[0] != logits[1]
     vectors = torch.randn(3, 4)
-    one = model.interest(JaggedTensor(vectors, torch.tensor([3])), torch.randn(1, 4))
+    one = model.interest(JaggedTensor(vectors, lengths=torch.tensor([3])), torch.randn(1, 4))
     assert not torch.allclose(one[0], vectors.mean(0))
 
 
 def test_an_empty_history_has_no_interest_and_finite_gradients() -> None:
     model = make_din()
-    history = JaggedTensor(torch.randn(2, 4), torch.tensor([0, 2, 0]))
+    history = JaggedTensor(torch.randn(2, 4), lengths=torch.tensor([0, 2, 0]))
     interest = model.interest(history, torch.randn(3, 4))
     assert interest[[0, 2]].eq(0).all()
     assert interest[1].ne(0).all()

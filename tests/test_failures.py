@@ -61,6 +61,13 @@ SENTENCES = {
     "traced": "rank 1 is gone",
     "silent": "rank 1 did not answer rank",
     "short-plain": "rank 1 finished after 3 training steps",
+    "short-picky": (
+        "rank 1 failed: RuntimeError: cannot reshape tensor of 0 elements into shape [0, -1] "
+        "because the unspecified dimension size -1 can be any value and is ambiguous (this rank's "
+        "loader had ended before others', and it was at the batch that stands in for more, of 0 "
+        "samples unless empty= gave another: if the model cannot run that, say "
+        "batches(loader, empty=...)"
+    ),
 }
 
 
@@ -102,6 +109,8 @@ def test_every_rank_ends_with_the_one_true_sentence(
         if rank != 1 or how == "bad-id":
             assert code != 0
             assert SENTENCES[how] in text, f"rank {rank}:\n{text}"
+    if how == "short-picky":
+        assert "(this rank's loader had ended before others'" in errors[1]
     if how.startswith("loader"):
         assert "the disk with part-7 is gone" in errors[1]
 

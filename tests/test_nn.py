@@ -75,7 +75,7 @@ def torch_bags(module: EmbeddingBagCollection, features: KeyedJaggedTensor) -> T
                     jagged.offsets(),
                     mode=str(config.pooling),
                     include_last_offset=True,
-                    per_sample_weights=weights if module.is_weighted else None,
+                    per_sample_weights=weights if module.is_weighted() else None,
                 )
             )
     return torch.cat(blocks, dim=1)
@@ -104,7 +104,7 @@ def loop_bags(
                 part = slice(*jagged.offsets()[sample : sample + 2].tolist())
                 ids = jagged.values()[part].tolist()
                 factors = [np.float32(1)] * len(ids)
-                if module.is_weighted:
+                if module.is_weighted():
                     factors = list(jagged.weights_or_none()[part].numpy())
                 divisor = np.float32(max(len(ids), 1) if config.pooling == MEAN else 1)
                 back = upstream[sample, block].numpy() / divisor
@@ -411,8 +411,8 @@ def test_sequences_equal_torchs_embeddings(seed: int, stride: int, dtype: torch.
         (one([1], feature="ff"), "feature 'f' is missing from the batch: did you mean 'ff'"),
         (one([1.0]), "ids must be int32 or int64, got torch.float32"),
         (
-            KeyedJaggedTensor(["f"], torch.tensor([1]), lengths=torch.tensor([1.0])),
-            "lengths must be int32 or int64, got torch.float32",
+            KeyedJaggedTensor(["f"], torch.tensor([1]), lengths=torch.tensor([1]).short()),
+            "lengths must be int32 or int64, got torch.int16",
         ),
         (
             KeyedJaggedTensor(["f"], torch.tensor([1, 2]), lengths=torch.tensor([1])),

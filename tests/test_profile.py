@@ -61,7 +61,7 @@ def draw_steps(seed: int, *, world: int, steps: int, rows: int = ROWS) -> Steps:
     def feature(samples: int, most: int) -> JaggedTensor:
         lengths = torch.from_numpy(rng.integers(0, 4, samples))
         ids = (most * rng.random(int(lengths.sum())) ** 3).astype(np.int64)
-        return JaggedTensor(torch.from_numpy(ids), lengths)
+        return JaggedTensor(torch.from_numpy(ids), lengths=lengths)
 
     def batch() -> KeyedJaggedTensor:
         n = int(rng.integers(0, 6))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -69,10 +70,34 @@ def test_a_bad_table_is_named(
         kind(**fields | changes)
 
 
-@pytest.mark.parametrize("pooling", [PoolingType.NONE, "max", ForeignPooling.SUM])
+@pytest.mark.parametrize("pooling", [PoolingType.NONE, "max", 3])
 def test_bags_pool_by_sum_or_mean_only(pooling: Any) -> None:
     with pytest.raises(InputError, match=r"is not sum or mean; .* use an EmbeddingCollection"):
         bag(pooling=pooling)
+
+
+def test_a_pooling_equals_torchrecs_of_the_same_word() -> None:
+    theirs = Enum("PoolingType", {"SUM": "SUM", "MEAN": "MEAN", "NONE": "NONE"})
+    for member in theirs:
+        ours = PoolingType[member.name]
+        assert PoolingType(member) is PoolingType(member.name) is ours
+        assert ours == member
+        assert member == ours
+        assert (ours != member, member != ours) == (False, False)
+        others = [other for other in theirs if other is not member]
+        assert all(ours != other and other != ours for other in others)
+    assert PoolingType.SUM == "sum"
+    assert PoolingType.SUM != ForeignPooling.SUM  # of another name: not known to mean the same
+    assert {PoolingType.SUM: 1}["sum"] == 1
+    assert bag(pooling=theirs.MEAN).pooling is PoolingType.MEAN
+    with pytest.raises(ValueError, match="'max' is not a valid PoolingType"):
+        PoolingType("max")
+
+
+def test_a_configuration_takes_torchrecs_data_type() -> None:
+    assert bag(data_type=ForeignType.BF16).data_type is torch.bfloat16
+    with pytest.raises(InputError, match="unknown table dtype 'INT8'"):
+        bag(data_type=ForeignType.INT8)
 
 
 def test_defaults_and_freezing() -> None:

@@ -53,8 +53,8 @@ def jagged() -> Batch:
     """Five samples; bags of a and b, some empty."""
     features = KeyedJaggedTensor.from_dict(
         {
-            "a": JaggedTensor(torch.tensor([1, 2, 3, 4]), torch.tensor([2, 0, 1, 0, 1])),
-            "b": JaggedTensor(torch.tensor([9, 8, 7]), torch.tensor([0, 0, 1, 1, 1])),
+            "a": JaggedTensor(torch.tensor([1, 2, 3, 4]), lengths=torch.tensor([2, 0, 1, 0, 1])),
+            "b": JaggedTensor(torch.tensor([9, 8, 7]), lengths=torch.tensor([0, 0, 1, 1, 1])),
         }
     )
     return Batch(

@@ -1,10 +1,11 @@
 """Table configurations, named as in TorchRec, and how to read them off any model."""
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import Enum, StrEnum
 from typing import Any
 
 import torch
@@ -44,11 +45,30 @@ BYTES_OF = {torch.float32: 4, torch.float16: 2, torch.bfloat16: 2}
 
 
 class PoolingType(StrEnum):
-    """How the rows of a bag become one vector; NONE keeps one vector per id (sequences)."""
+    """How the rows of a bag become one vector; NONE keeps one vector per id (sequences).
+
+    Equal to the member of TorchRec's enumeration that says the same, and to its own word.
+    """
 
     SUM = "sum"
     MEAN = "mean"
     NONE = "none"
+
+    @classmethod
+    def _missing_(cls, value: object) -> "PoolingType | None":
+        """TorchRec's member, or the word in capitals."""
+        word = str(getattr(value, "value", value)).lower()
+        return next((member for member in cls if member.value == word), None)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Enum) and type(other).__name__ == "PoolingType":
+            return self.value == str(other.value).lower()
+        return str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
 
 
 def parse_dtype(name: str) -> torch.dtype:
@@ -96,6 +116,8 @@ class TableConfig:
                 f"table {self.name!r} needs at least one row and one column, got "
                 f"num_embeddings={self.num_embeddings}, embedding_dim={self.embedding_dim}"
             )
+        if isinstance(self.data_type, Enum):  # TorchRec's DataType
+            object.__setattr__(self, "data_type", parse_dtype(str(self.data_type.value)))
         if self.data_type not in BYTES_OF:
             raise InputError(
                 f"table {self.name!r}: data_type {self.data_type} is not fp32, fp16 or bf16"
@@ -126,9 +148,8 @@ class EmbeddingBagConfig(TableConfig):
 
     def __post_init__(self) -> None:
         TableConfig.__post_init__(self)
-        words = [str(p) for p in PoolingType]
-        if str(self.pooling) in words:  # "mean" is as good as PoolingType.MEAN
-            object.__setattr__(self, "pooling", PoolingType(str(self.pooling)))
+        with contextlib.suppress(ValueError):  # "mean" is as good as PoolingType.MEAN
+            object.__setattr__(self, "pooling", PoolingType(self.pooling))
         if self.pooling not in (PoolingType.SUM, PoolingType.MEAN):
             raise InputError(
                 f"table {self.name!r}: pooling {self.pooling!r} is not sum or mean; "

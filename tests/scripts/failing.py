@@ -44,13 +44,22 @@ def batches(rank: int) -> Iterator[rm.Batch]:
         )
 
 
+class Picky(rm.models.DLRM):
+    """Cannot run a batch without samples."""
+
+    def forward(self, batch: rm.Batch) -> torch.Tensor:
+        batch.dense_features.reshape(len(batch.labels), -1)
+        return super().forward(batch)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     mesh = rm.init_mesh(timeout_s=3.0 if HOW == "silent" else 60.0)
     table = rm.EmbeddingBagConfig(
         name="items", num_embeddings=100, embedding_dim=4, feature_names=["item"]
     )
-    model = rm.models.DLRM(rm.EmbeddingBagCollection([table], device="meta"), 3, (4,), (4, 1))
+    kind = Picky if HOW == "short-picky" else rm.models.DLRM
+    model = kind(rm.EmbeddingBagCollection([table], device="meta"), 3, (4,), (4, 1))
     rm.shard(model, rm.make_plan(model, mesh.topology, split="row_wise"), mesh)
     optimizer = rm.Optimizer(
         model, dense=functools.partial(torch.optim.SGD, lr=0.1), sparse=rm.SGD(lr=0.1)

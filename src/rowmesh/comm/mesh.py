@@ -1,12 +1,10 @@
 """The mesh: the only file that makes process groups, and what a training loop needs of it."""
 
-import contextlib
 import functools
 import os
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -18,6 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from rowmesh.comm.ending import watch_end
 from rowmesh.comm.exchange import Channel, Lane, Wire
 from rowmesh.comm.ledger import Ledger
+from rowmesh.comm.loops import Loops
 from rowmesh.comm.shared import open_segment, why_not_shared
 from rowmesh.comm.status import Bulletin, sentence_of
 from rowmesh.comm.tasks import Task, Threads
@@ -31,14 +30,6 @@ __all__ = ["Mesh", "init_mesh", "make_lanes", "share_of_mean"]
 T = TypeVar("T")
 
 
-@dataclass(eq=False, slots=True)
-class _Loop:
-    """One pass through `Mesh.batches`, at one batch."""
-
-    is_last: bool
-    all_last: bool | None = None
-
-
 class Mesh:
     """Ranks, lanes between them, and the sums a loop needs. Make it with `init_mesh`.
 
@@ -48,6 +39,7 @@ class Mesh:
         device: Where this rank's tensors live.
         ledger: Bytes this rank has sent.
         trace: Records phases and messages while a trace is taken.
+        loops: Its loops over batches.
     """
 
     def __init__(
@@ -81,7 +73,7 @@ class Mesh:
         self._threads = Threads()
         self._samples: tuple[int, int] | None = None
         self._said: set[str] = set()
-        self._loops: list[_Loop] = []
+        self.loops = Loops()
         self.num_forwards = 0
 
     @property
@@ -109,7 +101,18 @@ class Mesh:
     @property
     def is_last_batch(self) -> bool:
         """Whether the innermost `batches` loop of this rank is at its last batch."""
-        return bool(self._loops) and self._loops[-1].is_last
+        loop = self.loops.innermost
+        return loop is not None and loop.is_last
+
+    @property
+    def is_stand_in(self) -> bool:
+        """Whether the innermost `batches` loop is past the end of this rank's loader.
+
+        Its batch only keeps the rank beside the others: samples in it, if ``empty`` gave some, are
+        nobody's.
+        """
+        loop = self.loops.innermost
+        return loop is not None and loop.is_stand_in
 
     def say_once(self, text: str) -> None:
         """Warn, the first time this is said on this rank."""
@@ -124,8 +127,7 @@ class Mesh:
         and how many training forwards its collection has run."""
         self._samples = samples
         self.num_forwards = max(self.num_forwards, num_forwards)
-        if self._loops:
-            self._loops[-1].all_last = all_last
+        self.loops.saw_forward(all_last=all_last)
 
     def mean(self, losses: Tensor, *, count: int | None = None, is_mean: bool = False) -> Tensor:
         """This rank's share of the mean loss: sum(losses) / B, B the global number of samples.
@@ -230,7 +232,8 @@ class Mesh:
 
         Args:
             loader: This rank's batches.
-            empty: What to go on with; by default the last batch cut to no samples.
+            empty: What to go on with; by default the last batch cut to no samples. For a model that
+                cannot run those: a batch that it can, whose losses you leave out (`is_stand_in`).
 
         Collective:
             All ranks iterate; a step that runs no forward costs one 8-byte sum.
@@ -243,7 +246,7 @@ class Mesh:
             with self.trace.phase("data"):
                 following = next(iterator, None) if batch is not None else None
             last = batch if batch is not None else last
-            with self.loop(is_last=following is None) as loop:
+            with self.loops.at(is_last=following is None, is_stand_in=batch is None) as loop:
                 if batch is None and empty is None:
                     empty = empty_like(last)
                 yield batch if batch is not None else empty  # type: ignore[misc]
@@ -253,16 +256,6 @@ class Mesh:
                 return
             batch = following
 
-    @contextlib.contextmanager
-    def loop(self, *, is_last: bool) -> "Iterator[_Loop]":
-        """A batch of a loop, this rank's last or not; loops may be nested, as for an evaluation."""
-        loop = _Loop(is_last=is_last)
-        self._loops.append(loop)
-        try:
-            yield loop
-        finally:
-            self._loops.remove(loop)
-
     def no_batch(self) -> str:
         """What to say of a loader without a batch."""
         way_out = "pass batches(loader, empty=...) so that this rank can take part with no samples"
@@ -271,6 +264,7 @@ class Mesh:
     def fail(self, error: BaseException) -> None:
         """Publish ``error`` as the reason of this rank's end; the other ranks will report it."""
         if not isinstance(error, PeerError):
+            self.loops.explain(error)
             self.bulletin.publish(f"rank {self.rank} failed: {sentence_of(error)}")
         self.bulletin.hear(self.world)
 

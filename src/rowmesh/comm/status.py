@@ -20,8 +20,8 @@ _LATE_S = 0.3  # and one whose time is up: it knows as much as anyone, and its l
 
 
 def sentence_of(error: BaseException) -> str:
-    """``Type: message`` on one line."""
-    text = " ".join(str(error).split())
+    """``Type: message`` on one line, with what was noted on the error."""
+    text = " ".join(" ".join([str(error), *getattr(error, "__notes__", ())]).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -81,7 +81,8 @@ def _jagged(name: str, column: Any, num_rows: int | None) -> JaggedTensor:
     bags = _bags(name, column)
     ids = _ids(name, bags, num_rows)
     ids = np.require(ids, requirements="W")  # torch warns of memory it must not write, as Arrow's
-    return JaggedTensor(torch.from_numpy(ids), torch.from_numpy(bags.lengths.astype(np.int32)))
+    lengths = torch.from_numpy(bags.lengths.astype(np.int32))
+    return JaggedTensor(torch.from_numpy(ids), lengths=lengths)
 
 
 def _jagged_tensor(name: str, column: Tensor) -> JaggedTensor:
@@ -91,7 +92,7 @@ def _jagged_tensor(name: str, column: Tensor) -> JaggedTensor:
         raise InputError(f"column {name!r} must be [B] or [B, P], got {list(column.shape)}")
     each = 1 if column.dim() == 1 else column.shape[1]
     lengths = torch.full((len(column),), each, dtype=torch.int32, device=column.device)
-    return JaggedTensor(column.to(torch.int64).reshape(-1), lengths)
+    return JaggedTensor(column.to(torch.int64).reshape(-1), lengths=lengths)
 
 
 def _ids(name: str, bags: _Bags, num_rows: int | None) -> npt.NDArray[np.int64]:

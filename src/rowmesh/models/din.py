@@ -137,8 +137,8 @@ def _padded(scores: Tensor, items: Tensor, lengths: Tensor) -> tuple[Tensor, Ten
     longest = _longest(lengths)
     # Not minus infinity: the softmax of an empty history would be nan, times zero.
     lowest = torch.finfo(scores.dtype).min
-    padded = JaggedTensor(scores, lengths).to_padded_dense(longest, padding=lowest)
-    return padded, JaggedTensor(items, lengths).to_padded_dense(longest)
+    padded = JaggedTensor(scores, lengths=lengths).to_padded_dense(longest, lowest)
+    return padded, JaggedTensor(items, lengths=lengths).to_padded_dense(longest)
 
 
 def _longest(lengths: Tensor) -> int:

@@ -154,7 +154,7 @@ class _Adopted(Collection):
     ``tied`` are all modules of the table; the first of them is its collection.
     """
 
-    pooled, is_weighted, takes_batch, seed = False, False, False, 0
+    pooled, _is_weighted, takes_batch, seed = False, False, False, 0
     tied: list["_Adopted"]
     engine: Engine
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from rowmesh import native
 from rowmesh.errors import InputError, did_you_mean
 from rowmesh.features import KeyedJaggedTensor
+from rowmesh.features.ragged import offsets_of
 from rowmesh.tables import TableConfig
 
 __all__ = ["Bags", "Reader", "as_features", "check_ids", "flatten", "readers_of"]
@@ -96,7 +97,9 @@ def flatten(
         InputError: If a feature is missing, lengths do not add up, or weights are missing, not
             fp32, or expect a gradient.
     """
-    keys = {key: k for k, key in enumerate(features.keys())}
+    keys, num_keys = features.index_per_key(), len(features.keys())
+    if len(keys) < num_keys:
+        _refuse_twice(features.keys(), readers)
     for reader in readers:
         if reader.feature not in keys:
             raise InputError(
@@ -113,9 +116,9 @@ def flatten(
     chosen = torch.tensor([keys[r.feature] for r in readers], dtype=torch.int64, device=device)
     weights = _weights(features) if weighted else None
     if pooled and not weighted and len(lengths) and int(lengths.max()) * len(lengths) == total:
-        return _flatten_even(values.view(len(keys), stride, -1), chosen)
-    begins = features.offsets()[:-1].view(len(keys), stride).index_select(0, chosen).long()
-    counts = lengths.view(len(keys), stride).index_select(0, chosen).long()
+        return _flatten_even(values.view(num_keys, stride, -1), chosen)
+    begins = offsets_of(lengths)[:-1].view(num_keys, stride).index_select(0, chosen).long()
+    counts = lengths.view(num_keys, stride).index_select(0, chosen).long()
     if pooled:
         begins, counts = begins.t(), counts.t()
     begins, counts = begins.reshape(-1), counts.reshape(-1)
@@ -130,6 +133,18 @@ def flatten(
         bag = torch.arange(len(bag), dtype=torch.int32, device=device)
         counts = counts.new_ones(len(bag))
     return Bags(ids=ids, reader=of_reader, bag=bag, lengths=counts, weights=weights, sample=sample)
+
+
+def _refuse_twice(keys: Sequence[str], readers: Sequence[Reader]) -> None:
+    """Raise for a reader's feature that is there twice: sharded, TorchRec would read the first of
+    them, and unsharded the last."""
+    for reader in readers:
+        places = [k for k, key in enumerate(keys) if key == reader.feature]
+        if len(places) > 1:
+            raise InputError(
+                f"feature {reader.feature!r} is in the batch {len(places)} times, at {places}: "
+                f"keep the one that is meant, features.permute([...]), or give each its name"
+            )
 
 
 def _spread(

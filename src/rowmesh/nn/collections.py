@@ -30,6 +30,10 @@ Piece = tuple[Sequence[int], Tensor]
 class Engine(Protocol):
     """What stands behind a collection's forward: local tables, or shards on a mesh."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where the rows are."""
+
     def __call__(self, features: Any) -> tuple[KeyedJaggedTensor, list[Piece]]:
         """The checked features, and the vectors of every reader."""
 
@@ -110,7 +114,7 @@ class Collection(nn.Module):
         if any(not t.feature_names for t in tables):
             raise InputError("every table needs at least one feature that reads it")
         device = torch.device("cpu" if device is None else device)
-        self.seed, self.is_weighted = seed, is_weighted
+        self.seed, self._is_weighted = seed, is_weighted
         self._configs = list(tables)
         self.readers: list[Reader] = readers_of(tables)
         modules = Tables({t.name: Table(t, device=device) for t in tables})
@@ -145,6 +149,22 @@ class Collection(nn.Module):
     def configs(self) -> list[TableConfig]:
         """The tables, in the order given."""
         return list(self._configs)
+
+    def is_weighted(self) -> bool:
+        """Whether features carry a weight per id."""
+        return self._is_weighted
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tables are; of a sharded collection, its mesh's device."""
+        return self.engine.device
+
+    def embedding_names_by_table(self) -> list[list[str]]:
+        """What the outputs of each table are called."""
+        return [
+            [reader.name for reader in self.readers if reader.table == t]
+            for t in range(len(self._configs))
+        ]
 
 
 class EmbeddingBagCollection(Collection):
@@ -202,9 +222,9 @@ class EmbeddingBagCollection(Collection):
         means = [self._poolings[self.readers[r].table] is PoolingType.MEAN for r in members]
         if not any(means):
             return sums
-        keys = {key: k for k, key in enumerate(features.keys())}
+        keys = features.index_per_key()
         chosen = [keys[self.readers[r].feature] for r in members]
-        lengths = features.lengths().view(len(keys), features.stride())[chosen].t()
+        lengths = features.lengths().view(len(features.keys()), features.stride())[chosen].t()
         mask = torch.tensor(means, device=sums.device)
         divisor = torch.where(mask, lengths.clamp(min=1), 1).reshape(-1, 1)
         return sums / divisor.to(sums.dtype)
@@ -237,6 +257,17 @@ class EmbeddingCollection(Collection):
         """The tables."""
         return self.configs()
 
+    def embedding_dim(self) -> int:
+        """Columns of the tables, if all have as many.
+
+        Raises:
+            InputError: If they differ.
+        """
+        dims = {config.embedding_dim for config in self._configs}
+        if len(dims) > 1:
+            raise InputError(f"tables have {sorted(dims)} columns: ask embedding_configs()")
+        return dims.pop()
+
     def need_indices(self) -> bool:
         """Whether vectors come with their ids."""
         return self._need_indices
@@ -245,8 +276,8 @@ class EmbeddingCollection(Collection):
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """A `JaggedTensor` of vectors for every reader, with the lengths of its feature."""
         features, pieces = self.engine(features)
-        keys = {key: k for k, key in enumerate(features.keys())}
-        lengths = features.lengths().view(len(keys), features.stride())
+        keys = features.index_per_key()
+        lengths = features.lengths().view(len(features.keys()), features.stride())
         totals = lengths.sum(1).tolist()
         ids = features.values().split(totals) if self._need_indices else [None] * len(totals)
         found: dict[int, JaggedTensor] = {}

@@ -13,6 +13,7 @@ from rowmesh.errors import InputError
 from rowmesh.features import KeyedJaggedTensor
 from rowmesh.nn.bags import as_features, check_ids, flatten
 from rowmesh.nn.kernels import coalesce, pool
+from rowmesh.tables import is_weighted
 
 if TYPE_CHECKING:
     from rowmesh.nn.collections import Collection, Piece
@@ -46,6 +47,11 @@ class LocalEngine:
         self._collection = [collection]  # in a list: a module must not register its parent
         self._stacks: list[_Stack] = []
 
+    @property
+    def device(self) -> torch.device:
+        """Where the first table is."""
+        return self._weight(0).device
+
     def __call__(self, features: Any) -> tuple[KeyedJaggedTensor, list[Piece]]:
         """The checked features and the sums of every reader's bags."""
         collection = self._collection[0]
@@ -56,7 +62,7 @@ class LocalEngine:
         pieces: list[Piece] = []
         for stack in self.current_stacks():
             readers = [collection.readers[r] for r in stack.readers]
-            bags = flatten(features, readers, pooled=pooled, weighted=collection.is_weighted)
+            bags = flatten(features, readers, pooled=pooled, weighted=is_weighted(collection))
             check_ids(bags, readers, tables)
             place = {t: i for i, t in enumerate(stack.tables)}
             first = stack.bounds[[place[r.table] for r in readers]]

@@ -115,9 +115,8 @@ class _Bags:
 
     def part(self, first: int, last: int) -> JaggedTensor:
         bounds = self.bounds[first : last + 1]
-        return JaggedTensor(
-            torch.from_numpy(self.rows[bounds[0] : bounds[-1]]), torch.from_numpy(np.diff(bounds))
-        )
+        rows = torch.from_numpy(self.rows[bounds[0] : bounds[-1]])
+        return JaggedTensor(rows, lengths=torch.from_numpy(np.diff(bounds)))
 
 
 def _profile(features: dict[str, tuple[Ints, Ints]]) -> Profile:

@@ -105,6 +105,11 @@ class ShardedEngine:
         self.riders: list[CopyRider] = []
 
     @property
+    def device(self) -> torch.device:
+        """Where this rank's rows are."""
+        return self.mesh.device
+
+    @property
     def relays(self) -> dict[int, Relay]:
         """By stack, where sums are made on the owners' host."""
         return self.fetches.relays

@@ -60,6 +60,5 @@ def _by_reader(
     if pooled:
         by_sample = vectors.view(features.stride(), len(layout.readers), layout.dim)
         return [by_sample[:, r] for r in range(len(layout.readers))]
-    keys = {key: k for k, key in enumerate(features.keys())}
-    totals = features.lengths().view(len(keys), features.stride()).sum(1).tolist()
+    keys, totals = features.index_per_key(), features.length_per_key()
     return list(torch.split(vectors, [totals[keys[readers[r].feature]] for r in layout.readers]))

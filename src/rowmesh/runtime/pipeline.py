@@ -9,7 +9,7 @@ from torch import nn
 
 from rowmesh.comm.mesh import Mesh
 from rowmesh.errors import InputError, check_range
-from rowmesh.features import empty_like
+from rowmesh.features import another_like, empty_like
 from rowmesh.placement import Plan
 from rowmesh.placement.rules import MAX_DEPTH
 from rowmesh.runtime.embeddings import ShardedEngine, sharded_engines
@@ -91,21 +91,24 @@ class Pipeline:
         if batch is None and empty is None:
             raise InputError(mesh.no_batch())
         last = batch
-        begun: deque[tuple[T, list[Fetch]]] = deque()
+        begun: deque[tuple[T, bool, list[Fetch]]] = deque()
         owner = object()
         try:
             while True:
-                while len(begun) < self.depth and not (begun and _ends(begun[-1][1])):
+                while len(begun) < self.depth and not (begun and _ends(begun[-1][2])):
                     with mesh.trace.phase("data"):
                         following = next(iterator, None) if batch is not None else None
+                    is_stand_in = batch is None
                     if batch is None:  # an object of its own each time: fetches go by it
                         batch = _nothing(last, empty)
-                    begun.append((batch, self._begin(batch, following is None, owner)))
+                    fetches = self._begin(batch, following is None, owner)
+                    begun.append((batch, is_stand_in, fetches))
                     last, batch = batch, following
-                given, fetches = begun.popleft()
+                given, is_stand_in, fetches = begun.popleft()
                 for engine, fetch in zip(self._engines, fetches, strict=True):
                     engine.look_ahead.give(fetch)
-                with mesh.loop(is_last=bool(fetches[0].status & LAST_BATCH)):
+                is_last = bool(fetches[0].status & LAST_BATCH)
+                with mesh.loops.at(is_last=is_last, is_stand_in=is_stand_in):
                     yield given
                 if fetches[0].is_last:
                     return
@@ -134,12 +137,12 @@ class Pipeline:
 
 
 def _nothing(last: Any, empty: Any) -> Any:
-    """A batch without samples like these."""
+    """What stands in for a batch, in an object of its own: ``empty``, or no samples."""
+    if empty is None:
+        return empty_like(last)
     try:
-        return empty_like(last if empty is None else empty)
+        return another_like(empty)
     except InputError:  # of a type that is not known
-        if empty is None:
-            raise
         return empty
 
 

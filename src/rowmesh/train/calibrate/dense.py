@@ -100,6 +100,11 @@ class _Fixed:
         self._leaves: dict[tuple[int, int], Tensor] = {}
         collection.engine = self
 
+    @property
+    def device(self) -> torch.device:
+        """Where the last vectors were made."""
+        return next((leaf.device for leaf in self._leaves.values()), torch.device("cpu"))
+
     def __call__(self, features: Any) -> tuple[KeyedJaggedTensor, list[Piece]]:
         """Small random vectors, made once."""
         features = as_features(features)
