@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,9 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from rowmesh.cli.terminal import Recipe, Settings, one_sentence
+from rowmesh.cli.terminal import Recipe, Settings, one_sentence, say
 from rowmesh.data import Source
-from rowmesh.errors import InputError
+from rowmesh.errors import InputError, printable
 from rowmesh.files import check_target, write_whole
 from rowmesh.profile import (
     Profile,
@@ -47,7 +48,8 @@ def profile_command(
         ),
     ] = None,
     ranks: Annotated[
-        int, typer.Option(help="Ranks that the data is dealt to; no rank is started.")
+        int,
+        typer.Option(help="Ranks that will train; none is started."),
     ] = 1,
     processes: Annotated[int, typer.Option(help="Processes that count.")] = 1,
     rows_kept: Annotated[
@@ -74,8 +76,8 @@ def profile_command(
     A pass that is stopped leaves OUT.partial; the same command goes on from there, and comes to
     the same bits. So it does with any number of processes.
 
-    Then say rowmesh plan --profile profile.npz --tiers auto, or rowmesh train --set
-    plan.profile=profile.npz --set plan.tiers=auto.
+    Then say, on as many ranks, rowmesh train --set plan.profile=profile.npz --set plan.tiers=auto,
+    or rowmesh plan --profile profile.npz --tiers auto.
     """
     with one_sentence():
         name, chosen = "demo" if recipe is None else recipe, tuple(settings or ())
@@ -109,6 +111,13 @@ def profile_command(
             typer.echo(json.dumps(found.figures))
         else:
             _show(found, [file for file in (out, page) if file is not None])
+            words = " ".join(f"--set {shlex.quote(item)}" for item in chosen)
+            say(
+                f"then: rowmesh train {shlex.quote(name)} {words}{' ' if words else ''}--ranks "
+                f"{ranks} --set plan.profile={shlex.quote(str(out))} --set plan.tiers=auto; for "
+                f"other ranks profile with --ranks",
+                err=True,
+            )
 
 
 def _reopen(recipe: str, settings: tuple[str, ...]) -> Source:
@@ -173,7 +182,7 @@ def _cells(name: str, own: dict[str, Any], shares: list[float]) -> list[str]:
     covered = dict(zip(shares, own["coverage"]["all"], strict=True))
     about = "~" if own["count_error"] else ""
     return [
-        name if len(name) <= _NAME else f"{name[: _NAME - 1]}…",
+        printable(name if len(name) <= _NAME else f"{name[: _NAME - 1]}…"),
         _short(own["rows"]),
         about + _short(own["seen_rows"]),
         _short(own["requests"]),

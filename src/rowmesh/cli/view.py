@@ -158,6 +158,8 @@ def _metrics(found: dict[str, Any]) -> str:
     text = f"AUC {found['auc']:.4f}, NE {found['ne']:.4f}, logloss {found['logloss']:.4f}"
     if found.get("nan_predictions"):
         text += f" ({found['nan_predictions']:,.0f} of {found['count']:,.0f} predictions are nan)"
+    if math.isnan(found["auc"]) and found["click_rate"] in (0.0, 1.0):
+        text += f" (every label is {found['click_rate']:.0f}: AUC and NE have no meaning)"
     if "groups" not in found:
         return text
     ranked = f"HR@10 {found['hr_at_10']:.4f}, NDCG@10 {found['ndcg_at_10']:.4f}"

@@ -80,6 +80,8 @@ def list_files(path: str) -> list[str]:
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
+        if not os.access(folder, os.R_OK | os.X_OK):
+            raise InputError(f"{path!r} is a folder that may not be read: change its permissions")
         found = (p.relative_to(folder) for p in folder.rglob("*.parquet"))
         names = [folder / p for p in found if not any(n.startswith((".", "_")) for n in p.parts)]
     else:

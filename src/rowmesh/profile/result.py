@@ -166,7 +166,8 @@ class Profile:
         if batch_size is not None and batch_size != self.batch_size:
             raise InputError(
                 f"the profile is of {self.batch_size} samples a rank and batch, but this is for "
-                f"{batch_size}: profile that batch size on as many ranks, or leave it out"
+                f"{batch_size}: make it with rowmesh profile --ranks N for the N ranks that will "
+                f"train, or leave it out"
             )
         chosen = self.tables if tables is None else [self._matching(table) for table in tables]
         mean = self.num_samples / (self.world * self.num_steps)
