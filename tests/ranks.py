@@ -34,6 +34,7 @@ WORLD = 4
 _CALLS = itertools.count()
 DEADLOCK = timedelta(seconds=20)  # a wait that lasts longer never ends
 ARENA = 1 << 20  # bytes: small, so that some messages find it full and some are too large
+SEQUENCES = 128  # that most bodies stay below
 START_UP = timedelta(seconds=60)  # four processes that import torch on a busy machine
 
 
@@ -145,6 +146,10 @@ def _serve(rank: int, store_file: str, pipe: Connection) -> None:
                 store=dist.PrefixStore(f"call/{number}", store),
                 debug=debug,
             )
+            # What a body left that caught an error must not be taken for a message of this one.
+            mesh.wire.numbers.first = first = number * SEQUENCES % (1 << 15)
+            for channel in mesh._totals._channels:
+                channel.first = first
             if shared_memory and shape not in segments:
                 segments[shape] = open_segment(
                     functools.partial(mesh.gather_objects, edge=None),

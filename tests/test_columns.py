@@ -217,5 +217,5 @@ def test_without_pyarrow_lists_and_arrays_still_work(monkeypatch: pytest.MonkeyP
     column = pa.array([1])
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert bags_of([[1, 2], None]) == [[1, 2], []]
-    with pytest.raises(InputError, match=r"pip install 'rowmesh\[parquet\]'"):
+    with pytest.raises(InputError, match="pip install 'pyarrow>=16'"):
         bags_of(column)

@@ -199,7 +199,7 @@ def test_every_rank_holds_its_copies_of_hot_rows(size: int) -> None:
     tables, _ = blanks([(64, 4, 1.0)])
     uses = np.arange(64, 0, -1)
     batches = [
-        KeyedJaggedTensor(["f0"], torch.from_numpy(uses % 32 + step), lengths=torch.ones(64))
+        KeyedJaggedTensor(["f0"], torch.from_numpy(uses % 32 + step), lengths=torch.ones(64).int())
         for step in range(2)
     ]
     config = EmbeddingBagConfig(name="t0", num_embeddings=64, embedding_dim=4, feature_names=["f0"])

@@ -156,7 +156,7 @@ def one_ranks_gradients_left_out(mesh: Mesh) -> Patch:
 
 def loss_divided_by_ranks(mesh: Mesh) -> Patch:
     original = Mesh.mean
-    return mock.patch.object(Mesh, "mean", lambda self, x: original(self, x) / self.world)
+    return mock.patch.object(Mesh, "mean", lambda self, x, **k: original(self, x, **k) / self.world)
 
 
 def parts_added_in_reverse_rank_order(mesh: Mesh) -> Patch:

@@ -1,6 +1,8 @@
 """Each sentence of `rowmesh.placement` and `rowmesh.topology`."""
 
+import io
 import json
+import os
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, asdict, replace
 from pathlib import Path
@@ -613,13 +615,17 @@ def test_save_plan_replaces_the_file_at_once(
     path, old, new = tmp_path / "plan.json", plan(), plan(table("ünï"))
     save_plan(old, str(path))
     assert load_plan(str(path)) == old
-    write = Path.write_bytes
+    opened = Path.open
 
-    def fail_half_way(self: Path, content: bytes) -> None:
-        write(self, content[: len(content) // 2])
-        raise OSError("disk full")
+    class Full(io.BytesIO):
+        """A file that half of what is written fits into."""
 
-    monkeypatch.setattr(Path, "write_bytes", fail_half_way)
+        def write(self, content: Any) -> int:
+            with opened(path.with_name(f".plan.json.partial-{os.getpid()}"), "wb") as stream:
+                stream.write(content[: len(content) // 2])
+            raise OSError("disk full")
+
+    monkeypatch.setattr(Path, "open", lambda self, mode: Full())
     with pytest.raises(OSError, match="disk full"):
         save_plan(new, path)
     monkeypatch.undo()

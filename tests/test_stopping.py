@@ -89,7 +89,8 @@ def cold(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[dict[Any, Any]]:
     """All runs, three at a time."""
-    calls = [getattr(item, "callspec", None) for item in request.session.items]
+    mine = [item for item in request.session.items if item.path == request.path]
+    calls = [getattr(item, "callspec", None) for item in mine]
     chosen = [call.params["case"] for call in calls if call is not None and "case" in call.params]
     with ThreadPoolExecutor(max_workers=3) as workers:
         folder = tmp_path_factory.mktemp("cold")

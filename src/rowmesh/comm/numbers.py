@@ -41,9 +41,14 @@ class Loan:
 
 
 class Numbers:
-    """Of one mesh."""
+    """Of one mesh.
+
+    Attributes:
+        first: The sequence that uses of a new number are not below.
+    """
 
     def __init__(self) -> None:
+        self.first = 0
         self._num_made = self._num_loans = 0
         self._free: deque[tuple[int, int]] = deque()
         self._loans: dict[int, Loan] = {}
@@ -67,7 +72,7 @@ class Numbers:
                 f"models at a time; those of dropped ones come back with the next rm.shard"
             )
         self._num_made += 1
-        return self._num_made - 1, 0
+        return self._num_made - 1, self.first
 
     def lend(self, holder: object) -> Loan:
         """What a holder takes until it is gone.
