@@ -30,9 +30,7 @@ def main(words: Sequence[str]) -> None:
         return
     name, *more = words
     if name not in known:
-        raise InputError(
-            f"paper {name!r} is unknown{did_you_mean(name, known)}: {', '.join(known)}"
-        )
+        raise InputError(f"paper {name!r} is unknown{did_you_mean(name, known)}")
     importlib.import_module(f"papers.{name}.run").main(["--out", name, *more])
 
 

@@ -34,7 +34,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(
-    words: Sequence[str], *kinds: type[Any], about: str, quick: Mapping[str, Any] | None = None
+    words: Sequence[str],
+    *kinds: type[Any],
+    command: str,
+    about: str | None,
+    quick: Mapping[str, Any] | None = None,
 ) -> list[Any]:
     """An instance of each of the dataclasses ``kinds``, from flags.
 
@@ -45,6 +49,7 @@ def parse(
     Args:
         words: Of the command line.
         kinds: With fields of names of their own.
+        command: What the words follow, for --help.
         about: For --help.
         quick: Defaults that --quick changes.
 

@@ -23,6 +23,7 @@ from papers.flexshard.tiers import Tiers
 
 __all__ = ["main"]
 
+COMMAND = "python -m papers flexshard"
 PARTS = ("tiers", "drift")
 QUICK = {
     "shapes": ((1, 2),),
@@ -45,7 +46,15 @@ class Choice:
 
 def main(words: Sequence[str]) -> None:
     """Simulate drift, measure tiers, write the report."""
-    report, choice, asked = parse(words, Report, Choice, Tiers, about=__doc__, quick=QUICK)
+    report, choice, asked = parse(
+        words,
+        Report,
+        Choice,
+        Tiers,
+        command="python -m papers flexshard",
+        about=__doc__,
+        quick=QUICK,
+    )
     check_out(report.out)
     cells = Cells.of(report.out, dataclasses.asdict(asked))
     drifts = []

@@ -45,7 +45,10 @@ TITLE = [
 def main(words: Sequence[str]) -> None:
     """Every shape, then the report."""
     p = Parser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
+        prog="python -m papers neo",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+        allow_abbrev=False,
     )
     add_turn_flags(p, shapes="1x2,2x1@1gbit,2x1@200mbit,2x2@200mbit")
     report_turns(

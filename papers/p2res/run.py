@@ -25,6 +25,7 @@ from papers.p2res.report import curve_name, draw_curves, render_report, summaris
 
 __all__ = ["main"]
 
+COMMAND = "python -m papers p2res"
 PARTS = ("coverage", "curves")
 QUICK = {
     "shapes": ((1, 2),),
@@ -52,7 +53,9 @@ class Choice:
 
 def main(words: Sequence[str]) -> None:
     """Count, measure, write the report."""
-    report, choice, asked = parse(words, Report, Choice, Curves, about=__doc__, quick=QUICK)
+    report, choice, asked = parse(
+        words, Report, Choice, Curves, command="python -m papers p2res", about=__doc__, quick=QUICK
+    )
     check_out(report.out)
     cells = Cells.of(report.out, dataclasses.asdict(asked))
     coverage, cases = [], []

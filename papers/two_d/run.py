@@ -34,6 +34,7 @@ from rowmesh.errors import check_range
 
 __all__ = ["main", "run_bytes", "write_report"]
 
+COMMAND = "python -m papers two_d"
 PARTS = ("bytes", "speed", "quality")
 QUICK = {
     "seeds": (11, 12),
@@ -66,7 +67,9 @@ class Choice:
 def main(words: Sequence[str]) -> None:
     """Count, time, train, and write the report after each."""
     kinds = (Report, Choice, Quality, Speed)
-    report, choice, quality, speed = parse(words, *kinds, about=__doc__, quick=QUICK)
+    report, choice, quality, speed = parse(
+        words, *kinds, command="python -m papers two_d", about=__doc__, quick=QUICK
+    )
     if "quality" in choice.parts:
         runs_of(quality)  # complains before hours have passed
     check_out(report.out)
