@@ -127,7 +127,7 @@ def test_a_report_says_when_bytes_differ() -> None:
     told = render_report([right, wrong], [], picture="x.svg")
     assert "NOT on every plan" in told
     assert "| 9 **(model)** |" in told
-    assert "DIFFER" in told
+    assert "| 100 [100, 100] | DIFFER |" in told
 
 
 @pytest.mark.parametrize(

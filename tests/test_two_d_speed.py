@@ -74,6 +74,7 @@ def case(told: list[float], measured: list[float], *, exact: bool = True) -> dic
             "layout": "strided",
             "sync": "none",
             "told_ms": t,
+            "ms": [m],
             "median_ms": m,
             "exposed_ms": 1.0,
             "mb_across": {"rows": 1.0, "replica sync": 0.5},

@@ -5,7 +5,6 @@ import time
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,6 +29,7 @@ from rowmesh.train.calibrate.dense import count_dense
 from rowmesh.train.config import RunConfig
 from rowmesh.train.model import build_model
 
+from .figures import interval
 from .turns import turns
 
 __all__ = [
@@ -153,7 +153,7 @@ def compare(contest: Contest, plans: Sequence[Told], mesh: Mesh) -> list[dict[st
             "mb_a_rank": max(bytes_per_rank(told.plan)) / 1e6,
             "told_ms": told.step_s * 1e3,
             "ms": measured,
-            "median_ms": median(measured),
+            "median_ms": interval(measured).mid,
             "mb_across": _sent(run.predicted, mesh, "cross"),
             "mb_inside": _sent(run.predicted, mesh, "host"),
             "in_flight_ms": flight[0],

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.harness.figures import interval
 from benchmarks.harness.pages import table
 
 __all__ = ["case_name", "render_flexshard", "summarise_case"]
@@ -39,6 +40,7 @@ def summarise_case(case: dict[str, Any]) -> list[dict[str, Any]]:
                 "in_flight_ms": row["in_flight_ms"],
                 "exposed_ms": row["exposed_ms"],
                 "median_ms": row["median_ms"],
+                "step_ms": interval(row["ms"]).told(0),
                 "told_ms": row["told_ms"],
                 "bytes_are_exact": row["bytes_are_exact"],
             }
@@ -84,7 +86,8 @@ def _render_case(case: dict[str, Any], cases: Sequence[dict[str, Any]]) -> list[
             *(f["plan"], f"{f['rows']:,}", f"{f['host_rows']:,}", f"{f['memory']:.2f}x"),
             *(f"{f['all_to_all_mb']:.2f}", f"{f['cut']:.1%}"),
             *(f"{f['sync_mb']:.2f}", f"{f['cut_with_sync']:.1%}", f"{f['inside_mb']:.2f}"),
-            *(f"{f[k]:,.0f}" for k in ("in_flight_ms", "exposed_ms", "median_ms", "told_ms")),
+            *(f"{f['in_flight_ms']:,.0f}", f"{f['exposed_ms']:,.0f}", f["step_ms"]),
+            f"{f['told_ms']:,.0f}",
             "exact" if f["bytes_are_exact"] else "DIFFER",
         ]
         for f in found

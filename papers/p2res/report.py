@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from benchmarks.harness.figures import interval
 from benchmarks.harness.pages import percent, table
 from papers.p2res.coverage import PUBLISHED
 
@@ -107,7 +108,7 @@ def _render_summary(cases: Sequence[dict[str, Any]], picture: str) -> list[str]:
         f"![time over hot rows]({picture})",
         "",
         "Milliseconds of a step, medians over rounds in which all plans of a curve take turns,",
-        f"{cases[0]['depth']} batches begun at a time.",
+        f"with the intervals of the medians; {cases[0]['depth']} batches begun at a time.",
         "Beside the best of the measured plans: the number of hot rows that the model chose.",
         "Collide: of a batch's rows to fetch, those that the step before updates, without and with",
         "the model's hot rows.",
@@ -137,13 +138,13 @@ def _render_curve(case: dict[str, Any]) -> str:
                 f"{row['mb_a_rank']:,.1f}",
                 *(f"{mb:,.2f}" for mb in sent),
                 *(percent(row["collide"]), f"{row['told_ms']:,.0f}"),
-                f"{row['median_ms']:,.0f} ({min(row['ms']):,.0f}-{max(row['ms']):,.0f})",
+                interval(row["ms"]).told(0),
                 "exact" if row["bytes_are_exact"] else "DIFFER",
             ]
         )
     heads = ["hot rows", "sums", "MB a rank holds"]
     heads += [*(f"MB a host sends: {edge}" for edge in edges), "all"]
-    heads += ["collide", "told ms", "ms (range)", "bytes"]
+    heads += ["collide", "told ms", "ms [interval]", "bytes"]
     return "\n".join([f"### {curve_name(case)}", "", *table(heads, rows), ""])
 
 

@@ -8,16 +8,12 @@ done is stored in OUT/, and the report is OUT.md and OUT.json: when it is starte
 same --out it goes on where it was, and parts that are not asked for stay as they were.
 """
 
-import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from benchmarks.harness.cells import Cells
 from benchmarks.harness.hosts import measure_on_hosts
@@ -127,9 +123,8 @@ def _sentence(case: dict[str, Any]) -> str:
 
 def _run_quality(what: Quality, out: Path, *, workers: int) -> dict[str, Any]:
     """The quality part: all runs, the proof of mode gradients, verdicts."""
-    with _progress() as on_run:
-        runs = measure_runs(runs_of(what), out / "runs", workers=workers, on_run=on_run)
-        proof = prove_gradients(what) if "planted" in what.sets else None
+    runs = measure_runs(runs_of(what), out / "runs", workers=workers, on_run=_say_some)
+    proof = prove_gradients(what) if "planted" in what.sets else None
     return {"verdicts": summarise_quality(runs), "gradients": proof, "runs": runs}
 
 
@@ -157,21 +152,7 @@ def _earlier(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on a terminal, else a line for about every twentieth run."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield _say_some
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
-        task = progress.add_task("runs", total=None)
-        yield lambda done, total, name: progress.update(
-            task, completed=done, total=total, description=name
-        )
-
-
 def _say_some(done: int, total: int, name: str) -> None:
+    """A line for about every twentieth run."""
     if name == "stored" or done % max(total // 20, 1) == 0:
         say(f"{done} of {total} runs: {name}")

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.harness.figures import interval
 from benchmarks.harness.pages import table, word
 
 __all__ = ["judge_speed", "rank_correlation", "render_bytes", "render_speed"]
@@ -29,7 +30,7 @@ _SPEED = """\
 
 Tables of Criteo's sizes placed by the planner for each size and layout, {batch} samples a rank,
 Zipf {alpha}; plans run in turn on the same batches, {depth} begun at a time, {rounds} rounds of
-{steps} steps, medians.
+{steps} steps, medians with their intervals.
 `model` is what the calibrated cost model told before. MB are what a host sends in a step, mean over
 steps. Exposed is the time a rank does nothing but wait for messages.
 """
@@ -92,7 +93,8 @@ def render_speed(found: Mapping[str, Any]) -> str:
         rows = []
         for row in sorted(case["rows"], key=lambda row: row["median_ms"]):
             across, inside = (sum(row[key].values()) for key in ("mb_across", "mb_inside"))
-            ms = [f"{row[key]:.0f}" for key in ("median_ms", "told_ms", "exposed_ms")]
+            ms = [interval(row["ms"]).told(0)]
+            ms += [f"{row[key]:.0f}" for key in ("told_ms", "exposed_ms")]
             of_sync = row["mb_across"].get("replica sync", 0.0)
             mb = [f"{value:.1f}" for value in (across, of_sync, inside)]
             about = [row["size"], row["layout"], row["sync"]]
