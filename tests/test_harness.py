@@ -58,6 +58,9 @@ def test_cells_of_this_code_and_machine_are_found_and_others_named(tmp_path: Pat
     assert set(cells.asked) == {"code", "machine", "settings"}
     assert cells.every() == []
     cells.store("1x2", {"ms": 3})
+    late = Cells(cells.folder, cells.asked, {"commit": "abc", "date": "9999-01-01"})
+    late.store("4x1", {"ms": 4})
+    assert re.match(r"2.* to 9999-01-01; commit \w.*, abc; .* cores; rounds=6\.$", late.header())
     assert Cells.of(tmp_path / "r", {"rounds": 6}).find("1x2") == {"ms": 3}
     with pytest.raises(InputError, match=r"1x2\.json is of other settings .*--again"):
         Cells.of(tmp_path / "r", {"rounds": 7}).find("1x2")
@@ -178,9 +181,9 @@ def test_a_table_has_numbers_at_the_right() -> None:
 def test_a_page_is_written_with_its_figures_and_picture(tmp_path: Path) -> None:
     out = tmp_path / "folder" / "r.1"
     check_out(out)
-    write_page(out, "# page", {"ms": 1}, picture="<svg/>")
+    write_page(out, "# page\n\ntext", {"ms": 1}, header="today", picture="<svg/>")
     assert json.loads((tmp_path / "folder/r.1.json").read_text()) == {"ms": 1}
-    assert (tmp_path / "folder/r.1.md").read_text() == "# page"
+    assert (tmp_path / "folder/r.1.md").read_text() == "# page\n\ntoday\n\ntext"
     assert (tmp_path / "folder/r.1.svg").read_text() == "<svg/>"
     with pytest.raises(InputError, match="cannot make the folder"):
         check_out(tmp_path / "folder/r.1.md" / "r")

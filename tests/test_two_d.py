@@ -201,6 +201,11 @@ def test_runs_that_are_stored_are_not_made_again(tmp_path: Path) -> None:
     (tmp_path / f"runs/{runs[2].name}.json").unlink()
     assert measure(runs) == first
     assert names == ["stored", runs[0].name, runs[2].name]
+    store = tmp_path / "runs"
+    again = measure_runs(
+        runs[:1], store, workers=1, again=True, on_run=lambda *_: names.append("x")
+    )
+    assert (again, names) == (first[:1], ["stored", runs[0].name, runs[2].name, "x", "x"])
     measure(runs_of(replace(TINY, steps=3))[:2])  # other settings under the same names
     assert names == ["stored", runs[0].name, runs[1].name]
 

@@ -95,7 +95,7 @@ def test_verdicts_follow_the_figures() -> None:
     assert not bad["bytes_are_exact"]
     setting = {"alpha": 1.05, "batch": 32, "rounds": 1, "steps": 2, "depth": 2}
     cases = [case([3.0, 2.0], [1.0, 2.0], exact=False)]
-    text = render_speed({"setting": setting, "cases": cases})
+    text = render_speed({"about": "today", "setting": setting, "cases": cases})
     assert "(N=1) takes 100.0% longer than the best (N=0)" in text
     assert "as predicted: NO" in text
     assert max(map(len, text.splitlines())) <= 100

@@ -79,6 +79,15 @@ class Cells:
         """All that is stored: ``asked``, ``about`` and ``found`` of each."""
         return [self._read(path) for path in self._paths()]
 
+    def header(self) -> str:
+        """When, of which commit and where the stored cells were made, and their settings."""
+        abouts = [cell["about"] for cell in self.every()] or [self.about]
+        dates = sorted({about["date"] for about in abouts})
+        when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+        commits = ", ".join(dict.fromkeys(str(about["commit"]) for about in abouts))
+        flags = " ".join(f"{key}={value}" for key, value in self.asked["settings"].items())
+        return f"{when}; commit {commits}; {self.asked['machine']}; {flags}."
+
     def _paths(self) -> list[Path]:
         return sorted(self.folder.glob("*.json"))
 

@@ -43,15 +43,21 @@ def check_out(out: Path) -> None:
         check_target(_file(out, suffix), what="the report", way_out="give --out another name")
 
 
-def write_page(out: Path, page: str, document: Any, *, picture: str | None = None) -> None:
+def write_page(
+    out: Path, page: str, document: Any, *, header: str | None = None, picture: str | None = None
+) -> None:
     """``OUT.json``, ``OUT.svg`` if there is a picture, and ``OUT.md``, each whole or not at all.
 
     Args:
         out: The path without a suffix.
-        page: Markdown.
+        page: Markdown, its first line the title.
         document: All figures, as JSON.
+        header: What ran; a line below the title.
         picture: An SVG.
     """
+    if header is not None:
+        title, _, rest = page.partition("\n")
+        page = f"{title}\n\n{header}\n{rest}"
     out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(_file(out, ".json"), json.dumps(document, indent=1) + "\n")
     if picture is not None:

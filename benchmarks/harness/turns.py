@@ -88,7 +88,7 @@ def report_turns(
     settings = {k: v for k, v in vars(args).items() if k not in ("out", "again")}
     cells = Cells.of(args.out, settings)
     shapes = parse_shapes(args.shapes, pooling=str(args.pooling), alpha=str(args.alpha))
-    page, found = [title[0], "", _header(cells), "", *title[1:], ""], []
+    page, found = [*title[:1], "", *title[1:], ""], []
     for shape in shapes:
         stored = None if args.again else cells.find(shape.name)
         if stored is None:
@@ -98,15 +98,8 @@ def report_turns(
         lines = describe(found[-1])
         print("\n".join(lines), flush=True)
         page += [*lines, ""]
-        document = {"about": {**cells.asked, **cells.about}, "shapes": found}
-        write_page(args.out, "\n".join(page), document)
-
-
-def _header(cells: Cells) -> str:
-    """When, where and what, for people."""
-    about, asked = cells.about, cells.asked
-    flags = " ".join(f"{key}={value}" for key, value in asked["settings"].items())
-    return f"{about['date']}; commit {about['commit']}; {asked['machine']}; {flags}."
+        document = {"about": cells.header(), "shapes": found}
+        write_page(args.out, "\n".join(page), document, header=cells.header())
 
 
 def _take_turns(

@@ -64,7 +64,8 @@ def main(words: Sequence[str]) -> None:
     cases = []
     if "tiers" in choice.parts:
         cases = list(measure_on_hosts(asked, cells, again=report.again, describe=case_name))
-    write_page(report.out, render_flexshard(cases, drifts), {"cases": cases, "drift": drifts})
+    found = {"about": cells.header(), "cases": cases, "drift": drifts}
+    write_page(report.out, render_flexshard(cases, drifts), found, header=cells.header())
     if report.json:
         tables = {case_name(case): summarise_case(case) for case in cases}
         print(json.dumps({"tables": tables, "drift": drifts}))

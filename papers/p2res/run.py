@@ -68,7 +68,8 @@ def main(words: Sequence[str]) -> None:
         cases = list(measure_on_hosts(asked, cells, again=report.again, describe=_sentence))
     picture = draw_curves(cases) if cases else None
     page = render_report(cases, coverage, picture=f"{report.out.name}.svg")
-    write_page(report.out, page, {"coverage": coverage, "cases": cases}, picture=picture)
+    found = {"about": cells.header(), "coverage": coverage, "cases": cases}
+    write_page(report.out, page, found, header=cells.header(), picture=picture)
     if report.json:
         print(json.dumps({"coverage": coverage, "curves": [summarise(case) for case in cases]}))
     else:

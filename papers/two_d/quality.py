@@ -72,6 +72,7 @@ def measure_runs(
     folder: Path,
     *,
     workers: int = 2,
+    again: bool = False,
     on_run: Callable[[int, int, str], None] = lambda done, total, name: None,
 ) -> list[dict[str, Any]]:
     """What `train_arm` says of every run, with its set, groups, arm, lr and seed.
@@ -83,6 +84,7 @@ def measure_runs(
         folder: For the files; made if it is not there.
         workers: Processes that train, with one thread each; 1 trains in this process. None is left
             when this ends, also by a signal.
+        again: Train also those that are stored.
         on_run: Called after every run with the number done, the number of all, and its name.
 
     Raises:
@@ -93,7 +95,7 @@ def measure_runs(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"cannot make {folder}: {error.strerror}; give --out another") from None
-    left = [run for run in runs if _stored(run, folder) is None]
+    left = [run for run in runs if again or _stored(run, folder) is None]
     done = len(runs) - len(left)
     on_run(done, len(runs), "stored")
 

@@ -80,7 +80,7 @@ def main(words: Sequence[str]) -> None:
     if "quality" in choice.parts:
         if "clicks" in quality.sets and not quality.clicks.is_dir():
             say(f"{quality.clicks} is not there: no run on clicks; name their folder by --clicks")
-        found["quality"] = _run_quality(quality, report.out, workers=choice.workers)
+        found["quality"] = _run_quality(quality, report, workers=choice.workers)
         write_report(report.out, found)
     verdicts = found.get("quality", {}).get("verdicts", {})
     if report.json:
@@ -111,8 +111,10 @@ def _run_speed(what: Speed, report: Report) -> dict[str, Any]:
     """The part that is timed."""
     cells = Cells.of(report.out / "speed", dataclasses.asdict(what))
     cases = list(measure_on_hosts(what, cells, again=report.again, describe=_sentence))
+    about = cells.header()
     setting = {name: getattr(what, name) for name in ("alpha", "batch", "rounds", "depth", "steps")}
-    return {"setting": setting, "cases": cases, "verdicts": [judge_speed(c) for c in cases]}
+    verdicts = [judge_speed(case) for case in cases]
+    return {"about": about, "setting": setting, "cases": cases, "verdicts": verdicts}
 
 
 def _sentence(case: dict[str, Any]) -> str:
@@ -121,9 +123,11 @@ def _sentence(case: dict[str, Any]) -> str:
     return f"{shape}: best {verdict['best']}, the model's choice {verdict['chosen']}"
 
 
-def _run_quality(what: Quality, out: Path, *, workers: int) -> dict[str, Any]:
+def _run_quality(what: Quality, report: Report, *, workers: int) -> dict[str, Any]:
     """The quality part: all runs, the proof of mode gradients, verdicts."""
-    runs = measure_runs(runs_of(what), out / "runs", workers=workers, on_run=_say_some)
+    runs = measure_runs(
+        runs_of(what), report.out / "runs", workers=workers, again=report.again, on_run=_say_some
+    )
     proof = prove_gradients(what) if "planted" in what.sets else None
     return {"verdicts": summarise_quality(runs), "gradients": proof, "runs": runs}
 

@@ -87,7 +87,7 @@ def render_bytes(found: Mapping[str, Any]) -> str:
 
 def render_speed(found: Mapping[str, Any]) -> str:
     """A table for every shape and rate."""
-    lines = [*_SPEED.format(**found["setting"]).splitlines(), ""]
+    lines = [*_SPEED.format(**found["setting"]).splitlines(), "", found["about"], ""]
     heads = ["N", "layout", "sync", "ms", "model", "exposed", "across", "of it sync", "inside"]
     for case in found["cases"]:
         rows = []
