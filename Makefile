@@ -54,4 +54,4 @@ clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find src -name '*.so' -delete
 	rm -f $(DEMO_READY) $(TEST_READY)
-	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests examples benchmarks papers -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -11,13 +11,10 @@ machine is. FOLDER has Parquet files of Criteo's columns; without it, clicks are
 """
 
 import argparse
-import json
 import os
 import platform
-import subprocess
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +22,8 @@ import torch
 from codec_quality.data import Trial, clicks_trial, planted_trial
 from codec_quality.report import markdown
 from codec_quality.runs import ARMS, prepare, train
+from harness.machine import describe_run
+from harness.pages import write_page
 
 import rowmesh as rm
 
@@ -34,7 +33,7 @@ def main() -> None:
     args = parse_args()
     torch.set_num_threads(1)
     trials, notes = choose_trials(args)
-    code = commit()  # as it is now: the runs take long
+    code = describe_run()  # as it is now: the runs take long
     started, runs = time.monotonic(), []
     with rm.init_mesh(timeout_s=300.0) as mesh:
         total = len(trials) * len(args.seeds) * len(ARMS) * len(args.rates)
@@ -47,8 +46,10 @@ def main() -> None:
                     if mesh.rank == 0:
                         say(runs, total, time.monotonic() - started)
         if mesh.rank == 0:
-            about = describe(args, mesh.world, time.monotonic() - started) | {"commit": code}
-            write({"about": about, "sets": notes, "runs": runs}, args.out)
+            about = describe(args, mesh.world, time.monotonic() - started) | code
+            document = {"about": about, "sets": notes, "runs": runs}
+            write_page(args.out, markdown(document), document)
+            print(f"{args.out}.md", flush=True)
 
 
 def parse_args() -> argparse.Namespace:
@@ -115,29 +116,12 @@ def describe(args: argparse.Namespace, world: int, seconds: float) -> dict[str, 
     command += f" --held-out {args.held_out}" * (args.held_out != 40)
     return {
         "command": command,
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "torch": torch.__version__,
         "ranks": world,
         "seeds": args.seeds,
         "seconds": round(seconds),
     }
-
-
-def commit() -> str | None:
-    """Of the checkout, if it is one."""
-    words = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    here = Path(__file__).parent
-    found = subprocess.run(words, cwd=here, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or None
-
-
-def write(document: dict[str, Any], out: Path) -> None:
-    """REPORT.json and REPORT.md."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_name(out.name + ".json").write_text(json.dumps(document, indent=1) + "\n")
-    out.with_name(out.name + ".md").write_text(markdown(document))
-    print(f"{out}.md", flush=True)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ import torch
 from bench_dlrm import Job, add_job_flags, build, commit
 from choosing import summary
 from cores import bind_to_own_cores
-from racing.judge import Interval, interval, round_ms
-from racing.rounds import timed
+from harness.figures import Interval, interval, round_ms
+from harness.rounds import timed
 from torch import Tensor
 from torch._dynamo.utils import counters
 

@@ -20,9 +20,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from racing.contestants import Entry, Place
-from racing.judge import round_ms
-from racing.shapes import Shape, parse_shapes
+from harness.contestants import Entry, Place
+from harness.figures import round_ms
+from harness.shapes import Shape, parse_shapes
+from harness.turns import turns
 
 SHAPES = "1x2,2x1@1gbit,2x1@200mbit,2x2@1gbit,2x2@200mbit"
 PLANS = {
@@ -74,17 +75,16 @@ def run_shape(shape: Shape, args: argparse.Namespace) -> list[dict[str, Any]]:
             f"--topology {topology} --pooling {shape.pooling} --alpha {shape.alpha} --warmup 3 "
             f"--cap {args.cap} --dim {args.dim} --batch {args.batch}"
         )
-        with Place(shape.hosts, shape.local, flags=flags, peer="") as place:
+        with Place(shape.hosts, shape.local, flags=flags) as place:
             place.set_rate(shape.rate)
             place.calibrate(topology, model_settings(args))
             entries = [Entry(role="ours", name=n, flags=f) for n, f in PLANS.items()]
             for entry in entries:
                 place.start(entry)
             place.set_rate(shape.rate)
-            rounds = [
-                {entry.name: place.alive[entry].steps(args.steps) for entry in entries}
-                for _ in range(args.rounds)
-            ]
+            alive = {entry.name: contestant for entry, contestant in place.alive.items()}
+            measured = turns(list(alive), lambda name: alive[name].steps(args.steps))
+            rounds = list(itertools.islice(measured, args.rounds))
             ready = {entry.name: place.alive[entry].ready for entry in entries}
     return [
         {

@@ -30,8 +30,8 @@ from choosing import add_plan_flags, choose_plan, summary
 from cores import add_own_cores_flag, bind_to_own_cores
 from dense_step import DENSE, EPS, dense_parts, least_dense_parts, sizes
 from forecasting import Foretold, forecast_ms, pairs
-from racing.gates import Gate
-from racing.rounds import nic_bytes, timed
+from harness.gates import Gate
+from harness.rounds import nic_bytes, timed
 from torch import Tensor
 
 import rowmesh as rm

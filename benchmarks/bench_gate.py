@@ -20,11 +20,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from racing.contestants import Entry
-from racing.in_turn import Rounds, add_turn_flags, figures, report_turns
-from racing.judge import Interval, interval
+from harness.contestants import Entry
+from harness.figures import Interval, interval, ratio
+from harness.machine import REPOSITORY
+from harness.options import Parser, one_sentence
+from harness.pages import table
+from harness.turns import Rounds, add_turn_flags, figures, report_turns
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 BEFORE, CONTROL, NOW = "before", "before, again", "now"
 MAX_RATIO, HALF_WIDTH, LEAST_ROUNDS = 1.03, 0.02, 6
 SHAPES = "1x2,2x1@1gbit,2x1@200mbit,2x2@200mbit"
@@ -61,7 +63,7 @@ def main() -> None:
 
 def parse_args() -> argparse.Namespace:
     """The flags; the model's defaults are the race's."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
     )
     add_turn_flags(p, shapes=SHAPES)
@@ -113,10 +115,9 @@ def entries_of(
     ]
 
 
-def ratios(rounds: Rounds, kind: str, name: str) -> list[float]:
-    """Of every round: a step of ``name`` over one of the older code."""
-    ours, before = (figures(rounds, f"{kind}: {n}")["ms"] for n in (name, BEFORE))
-    return [a / b for a, b in zip(ours, before, strict=True)]
+def over_before(rounds: Rounds, kind: str, name: str) -> Interval:
+    """A step of ``name`` over one of the older code, round by round."""
+    return ratio(*(figures(rounds, f"{kind}: {n}")["ms"] for n in (name, BEFORE)))
 
 
 def kinds_of(names: Sequence[str]) -> list[str]:
@@ -129,29 +130,24 @@ def is_enough(rounds: Rounds) -> bool:
     if len(rounds) < LEAST_ROUNDS:
         return False
     kind = list(rounds[-1])[-1].split(":")[0]
-    found = [interval(ratios(rounds, kind, name)) for name in (CONTROL, NOW)]
+    found = [over_before(rounds, kind, name) for name in (CONTROL, NOW)]
     return all(f.high - f.mid <= HALF_WIDTH and f.mid - f.low <= HALF_WIDTH for f in found)
 
 
 def describe(result: Mapping[str, Any], slower: list[str]) -> list[str]:
     """A line for every kind; those that are too slow are added to ``slower``."""
-    lines = [f"## {result['shape']}", ""]
-    lines.append("| setting | ms/step before | now / before | control | rounds |")
-    lines.append("| --- | --: | --: | --: | --: |")
+    rows = []
     for kind in kinds_of(list(result["plans"])):
         rounds = [turn for turn in result["rounds"] if f"{kind}: {NOW}" in turn]
-        now, control = (interval(ratios(rounds, kind, name)) for name in (NOW, CONTROL))
+        now, control = (over_before(rounds, kind, name) for name in (NOW, CONTROL))
         if now.mid > MAX_RATIO:
             slower.append(f"{result['shape']} {kind}")
         before = interval(figures(rounds, f"{kind}: {BEFORE}")["ms"])
-        cells = [kind, f"{before.mid:.0f}", _told(now), _told(control), str(len(rounds))]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
-
-
-def _told(found: Interval) -> str:
-    return f"{found.mid:.3f} [{found.low:.3f}, {found.high:.3f}]"
+        rows.append([kind, f"{before.mid:.0f}", now.told(3), control.told(3), len(rounds)])
+    heads = ["setting", "ms/step before", "now / before", "control", "rounds"]
+    return [f"## {result['shape']}", "", *table(heads, rows)]
 
 
 if __name__ == "__main__":
-    main()
+    with one_sentence():
+        main()

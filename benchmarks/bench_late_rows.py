@@ -5,7 +5,7 @@
     python benchmarks/bench_late_rows.py --out REPORT
 
 On emulated hosts (root and iproute2), for each shape: all tables row-wise without hot rows (k = 0,
-dedup alone, as in `rowmesh reproduce p2res`), the same with a few fixed k, and what the planner
+dedup alone, as in papers/p2res), the same with a few fixed k, and what the planner
 chooses (auto), all two batches deep, alive at once and in turn, round by round; each round some
 steps are timed and some traced. Prints and writes what is asked of hot rows with verdicts. Run
 nothing else meanwhile. Tables that auto puts whole on every rank count as memory of their own.
@@ -19,9 +19,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from racing.contestants import Entry
-from racing.in_turn import Rounds, add_turn_flags, figures, report_turns
-from racing.judge import interval
+from harness.contestants import Entry
+from harness.figures import interval, ratio
+from harness.options import Parser, one_sentence
+from harness.pages import table, word
+from harness.turns import Rounds, add_turn_flags, figures, report_turns
 
 COLD, AUTO = "k = 0", "auto"
 COUNTED = 16  # batches of statistics, for all plans alike
@@ -38,7 +40,7 @@ class Verdict:
     holds: bool
 
     def __str__(self) -> str:
-        return f"{self.asked}: {'yes' if self.holds else 'NO'}, {self.figure}"
+        return f"{self.asked}: {word(self.holds)}, {self.figure}"
 
 
 def main() -> None:
@@ -54,7 +56,7 @@ def main() -> None:
 
 def parse_args() -> argparse.Namespace:
     """The flags; the model's defaults are the race's."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
     )
     add_turn_flags(p, shapes="2x1@200mbit,2x2@200mbit")
@@ -103,7 +105,7 @@ def judge(result: Mapping[str, Any]) -> list[Verdict]:
         ),
         Verdict(
             asked=f"exposed communication at most {LIMITS['exposed']:g}x",
-            figure=f"{exposed.mid:.2f} [{exposed.low:.2f}, {exposed.high:.2f}]",
+            figure=f"{exposed.told(2)}",
             holds=exposed.mid <= LIMITS["exposed"],
         ),
         Verdict(
@@ -124,11 +126,11 @@ def _none_is_right(result: Mapping[str, Any]) -> Verdict:
     rounds = result["rounds"]
     cold = figures(rounds, COLD)["ms"]
     ratios = {
-        name: interval([b / a for a, b in zip(cold, figures(rounds, name)["ms"], strict=True)])
+        name: ratio(figures(rounds, name)["ms"], cold)
         for name in result["plans"]
         if name not in (COLD, AUTO)
     }
-    told = ", ".join(f"{n} {r.mid:.3f} [{r.low:.3f}, {r.high:.3f}]" for n, r in ratios.items())
+    told = ", ".join(f"{n} {r.told(3)}" for n, r in ratios.items())
     return Verdict(
         asked="auto picks k = 0, and no k of the sweep is faster",
         figure=f"ms over k = 0: {told or 'no k was tried'}",
@@ -144,8 +146,7 @@ def describe(result: Mapping[str, Any]) -> list[str]:
     """A table of the plans, then the verdicts."""
     heads = ["plan", "hot rows", "a host's", "memory", "whole tables", "ms/step"]
     heads += ["late rows", "early", "exposed ms", "MB a host"]
-    lines = [f"## {result['shape']}", ""]
-    lines += ["| " + " | ".join(heads) + " |", "| --- " + "| --: " * (len(heads) - 1) + "|"]
+    rows = []
     for name, plan in result["plans"].items():
         found = figures(result["rounds"], name)
         ms, exposed = interval(found["ms"]), interval(found["exposed"])
@@ -155,16 +156,18 @@ def describe(result: Mapping[str, Any]) -> list[str]:
             f"{plan['host_rows']:,}",
             f"{plan['hot_share']:.2%}",
             f"{plan['whole_share']:.2%}",
-            f"{ms.mid:.0f} [{ms.low:.0f}, {ms.high:.0f}]",
+            ms.told(0),
             *(f"{ahead_rows(result['rounds'], name, kind):,.0f}" for kind in ("late", "early")),
-            f"{exposed.mid:.0f} [{exposed.low:.0f}, {exposed.high:.0f}]",
+            exposed.told(0),
             f"{fmean(found['mb']):.2f}",
         ]
-        lines.append("| " + " | ".join(cells) + " |")
+        rows.append(cells)
     exact = all(turn[n]["bytes_are_exact"] for turn in result["rounds"] for n in result["plans"])
-    lines += ["", f"Bytes as predicted in every round: {'yes' if exact else 'NO'}.", ""]
+    lines = [f"## {result['shape']}", "", *table(heads, rows)]
+    lines += ["", f"Bytes as predicted in every round: {word(exact)}.", ""]
     return [*lines, *(f"* {verdict}" for verdict in judge(result))]
 
 
 if __name__ == "__main__":
-    main()
+    with one_sentence():
+        main()

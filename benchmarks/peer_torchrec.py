@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 import torchrec
 from cores import add_own_cores_flag, bind_to_own_cores
-from racing.gates import Gate
-from racing.rounds import nic_bytes, timed
+from harness.gates import Gate
+from harness.rounds import nic_bytes, timed
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor

@@ -15,54 +15,47 @@ several hosts. Run nothing else meanwhile. Exit code 1 if a shape was refused.
 
 import argparse
 import dataclasses
-import hashlib
 import itertools
-import json
-import os
-import platform
 import shlex
-import subprocess
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from harness.cells import Cells
+from harness.machine import say
+from harness.options import Parser, one_sentence
+from harness.settings import Settings
+from harness.shapes import ALL, Shape, parse_shapes
 from racing.goals import goal_shapes
 from racing.judge import refusal
-from racing.machine import cpu_name
 from racing.peer import TORCHREC, default_folder, ensure
 from racing.report import write_report
-from racing.session import Settings, run_group
-from racing.shapes import ALL, Shape, parse_shapes
-from racing.stored import check_stored, is_stored, store, stored_files
+from racing.session import run_group
 
-from rowmesh.errors import InputError
+from rowmesh.errors import InputError, LabError
 from rowmesh.lab import check_permitted
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 LEAST = {"rounds": 5, "steps": 2, "trial_steps": 2, "batches": 1}  # rounds: docs/measuring.md
 
 
 def main() -> None:
     """Run what is not stored yet, then report."""
-    try:
-        args = parse_args(sys.argv[1:])
-        shapes = choose_shapes(args)
-        check(args, shapes)
-        session = describe_session(args)
-        todo = [s for s in shapes if args.again or not is_stored(args.out, s, session)]
-        check_stored(args.out, session, todo=todo)
-        peer = ensure(args.peer_env) if todo else ""
-    except InputError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    args = parse_args(sys.argv[1:])
+    shapes = choose_shapes(args)
+    check(args, shapes)
+    cells = stored_cells(args)
+    todo = [s for s in shapes if args.again or cells.find(s.name) is None]
+    cells.check(but=[shape.name for shape in todo])
+    peer = ensure(args.peer_env) if todo else ""
     print(f"{len(todo)} of {len(shapes)} shapes to run beside TorchRec {TORCHREC}", flush=True)
-    settings = Settings(**session["settings"], peer=peer, folder=args.out.resolve())
+    given = cells.asked["settings"]
+    settings = Settings(**given, peer=peer, folder=args.out.resolve())
     for stale in args.out.glob("*.topology") if args.again else ():
         stale.unlink()
-    run(todo, settings, session=session, out=args.out)
-    results = [json.loads(path.read_text()) for path in stored_files(args.out)]
+    run(todo, settings, cells)
+    results = [cell["found"] | {"session": cell["asked"] | cell["about"]} for cell in cells.every()]
+    results.sort(key=lambda result: Shape(**result["shape"]).order)
     write_report(results, args.out)
     print(f"{args.out}.md")
     sys.exit(1 if any("refused" in result for result in results) else 0)
@@ -70,7 +63,7 @@ def main() -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """The race's flags; from --cap on they are the model's and both scripts get them."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
     )
     p.add_argument("--out", type=Path, required=True, help="path of the report without a suffix")
@@ -142,19 +135,17 @@ def check(args: argparse.Namespace, shapes: list[Shape]) -> None:
         raise InputError(f"{reason}; or race --shapes 1x2, which needs no permission")
 
 
-def describe_session(args: argparse.Namespace) -> dict[str, Any]:
-    """What ran, where and of which code; stored with every shape."""
+def stored_cells(args: argparse.Namespace) -> Cells:
+    """One a shape, with what ran, where and of which code."""
     given = {field.name for field in dataclasses.fields(Settings)} & set(vars(args))
-    commit = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    found = subprocess.run(commit, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    return {
-        "settings": {name: getattr(args, name) for name in sorted(given)},
-        "commit": found.stdout.strip() or None,
-        "code": code_hash(),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "machine": f"{platform.machine()}, {cpu_name()}, {os.cpu_count()} cores",
-        "command": describe_command(args),
-    }
+    settings = {name: getattr(args, name) for name in sorted(given)}
+    return Cells.of(args.out, settings, command=describe_command(args))
+
+
+def stored_results(cells: Cells) -> list[dict[str, Any]]:
+    """Of all shapes, in the order of the report."""
+    found = [c["found"] | {"session": {**c["asked"], **c["about"]}} for c in cells.every()]
+    return sorted(found, key=lambda result: Shape(**result["shape"]).order)
 
 
 def describe_command(args: argparse.Namespace) -> str:
@@ -168,37 +159,25 @@ def describe_command(args: argparse.Namespace) -> str:
     return shlex.join(words)
 
 
-def code_hash() -> str:
-    """Of the package and the benchmarks as they are, so that a commit of a page changes nothing."""
-    digest = hashlib.sha256()
-    folders = [REPOSITORY / name for name in ("src", "benchmarks")]
-    code = (".py", ".c", ".h")
-    for path in sorted(p for folder in folders for p in folder.rglob("*") if p.suffix in code):
-        digest.update(f"{path.relative_to(REPOSITORY)}\n".encode() + path.read_bytes())
-    for name, value in sorted(os.environ.items()):
-        if name.startswith("ROWMESH_"):  # switches of the code
-            digest.update(f"{name}={value}\n".encode())
-    return digest.hexdigest()[:12]
-
-
-def run(todo: list[Shape], settings: Settings, *, session: dict[str, Any], out: Path) -> None:
+def run(todo: list[Shape], settings: Settings, cells: Cells) -> None:
     """Group after group; a shape is stored, good or refused, as soon as that is known."""
     started, done = time.monotonic(), 0
-    out.mkdir(parents=True, exist_ok=True)
+    cells.folder.mkdir(parents=True, exist_ok=True)
     for _, group in itertools.groupby(todo, key=lambda shape: shape.group):
         left = list(group)
         try:
             for shape, result in run_group(list(left), settings, say):
                 reason = refusal(result)
                 given = {"refused": reason} if reason else {}
-                store(out, shape, result | given, session=session)
+                cells.store(shape.name, result | given)
                 left.remove(shape)
                 done += 1
                 say(f"{shape.name}: {reason or 'done'}; {remaining(started, done, len(todo))}")
-        except (RuntimeError, InputError) as error:
+        except (LabError, InputError) as error:
             for shape in left:
                 say(f"{shape.name}: refused: {error}")
-                store(out, shape, {"refused": str(error)}, session=session)
+                refused = {"shape": dataclasses.asdict(shape), "refused": str(error)}
+                cells.store(shape.name, refused)
             done += len(left)
 
 
@@ -209,10 +188,6 @@ def remaining(started: float, done: int, total: int) -> str:
     return f"{done} of {total} shapes in {minutes:.0f} min, about {left:.0f} min left"
 
 
-def say(line: str) -> None:
-    """A line of progress."""
-    print(f"{datetime.now(UTC):%H:%M:%S} {line}", flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    with one_sentence():
+        main()

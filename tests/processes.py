@@ -36,10 +36,10 @@ def environment(**more: str) -> dict[str, str]:
     return ours | {"PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"} | more
 
 
-def start(*arguments: str, **options: Any) -> "subprocess.Popen[str]":
-    """``rowmesh`` with these arguments, in a session of its own."""
+def start(*arguments: str, module: str = "rowmesh.cli", **options: Any) -> "subprocess.Popen[str]":
+    """``rowmesh``, or another module, with these arguments, in a session of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", "rowmesh.cli", *arguments],
+        [sys.executable, "-m", module, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

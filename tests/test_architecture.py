@@ -42,14 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("profile", "native"),
     },
     "recipes": {"train", "data"},
-    "reproduce": {
-        *("train", "planners", "cost", "runtime", "comm", "models", "nn", "data", "optim", "lab"),
-        "profile",
-    },
-    "cli": {
-        *("train", "planners", "cost", "comm", "data", "models", "nn", "lab", "profile"),
-        "reproduce",
-    },
+    "cli": {"train", "planners", "cost", "comm", "data", "models", "nn", "lab", "profile"},
 }
 NO_PROCESS_GROUPS = {
     *WORDS,
@@ -63,13 +56,13 @@ def part(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
-def imported(path: Path) -> set[str]:
+def imported(path: Path, *, relative: bool = False) -> set[str]:
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            assert node.level == 0, f"{path} has a relative import"
+            assert relative or node.level == 0, f"{path} has a relative import"
             names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
     return names
 
@@ -86,6 +79,34 @@ def test_imports_only_point_down() -> None:
         allowed = WORDS | {here} | MAY_IMPORT.get(here, set())
         used = {n.split(".")[1] for n in imported(path) if n.startswith("rowmesh.")}
         assert used <= allowed, f"{path} may not import {sorted(used - allowed)}"
+
+
+def test_benchmarks_and_papers_stand_on_the_package_and_papers_on_the_harness() -> None:
+    """Nothing of rowmesh imports either; a benchmark no paper; a paper of benchmarks the harness,
+    and of papers its own."""
+    for path in sources():
+        used = {name.partition(".")[0] for name in imported(path)}
+        assert not used & {"benchmarks", "harness", "papers"}, f"{path} imports {used}"
+    for path in (REPOSITORY / "benchmarks").rglob("*.py"):
+        assert not [n for n in imported(path, relative=True) if n.startswith("papers")], path
+    papers = list((REPOSITORY / "papers").rglob("*.py"))
+    assert len(papers) > 10
+    for path in papers:
+        own = f"papers.{path.parent.name}."
+        for name in imported(path):
+            assert not name.startswith("papers.") or name.startswith(own), f"{path}: {name}"
+            assert not name.startswith("benchmarks.") or ".harness" in name, f"{path}: {name}"
+
+
+def test_every_paper_has_a_page_a_run_and_reports() -> None:
+    folders = [path for path in (REPOSITORY / "papers").iterdir() if (path / "run.py").exists()]
+    assert {path.name for path in folders} == {"flexshard", "neo", "p2res", "two_d"}
+    for folder in folders:
+        page = (folder / "README.md").read_text()
+        assert "\nPaper: " in page, "the paper and what it claims"
+        assert "\n## Limits" in page
+        assert f"python -m papers {folder.name}" in page
+        assert list((folder / "reports").glob("*.md"))
 
 
 def test_planning_and_models_never_touch_process_groups() -> None:
@@ -116,11 +137,12 @@ def test_public_names_exist_and_are_sorted() -> None:
 
 
 def test_documents_name_files_that_exist() -> None:
-    for page in [REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md")]:
+    folders = [REPOSITORY / name for name in ("docs", "papers", "benchmarks")]
+    for page in [REPOSITORY / "README.md", *(p for f in folders for p in f.rglob("*.md"))]:
         text = page.read_text()
         for link in re.findall(r"\]\(([^)#:]+)\)", text):
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
-        for name in re.findall(r"`((?:src|tests|docs|benchmarks|examples)/[\w/.]+)`", text):
+        for name in re.findall(r"`((?:src|tests|docs|benchmarks|papers|examples)/[\w/.]+)`", text):
             assert (REPOSITORY / name).exists(), f"{page.name} names {name}"
 
 

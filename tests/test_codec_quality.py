@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from codec_quality.data import PlantedHalfDense, Trial, planted_trial
+from codec_quality.report import judge, markdown
+from codec_quality.runs import ARMS, CONTROL, crude
 
-from benchmarks.codec_quality.data import PlantedHalfDense, Trial, planted_trial
-from benchmarks.codec_quality.report import judge, markdown
-from benchmarks.codec_quality.runs import ARMS, CONTROL, crude
 from rowmesh.data import SyntheticClicks
 
 

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness.settings import Settings
+from harness.shapes import Shape
+from racing.floor import Bytes, count_bytes, dense_parameters, floor
+from racing.session import _least
 
-from benchmarks.racing.floor import Bytes, count_bytes, dense_parameters, floor
-from benchmarks.racing.session import Settings, _least
-from benchmarks.racing.shapes import Shape
 from rowmesh.data.synthetic import SyntheticClicks
 
 DIM = 4  # a vector is 16 bytes

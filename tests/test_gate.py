@@ -1,17 +1,10 @@
 """What bench_gate.py makes of its rounds, without hosts."""
 
-import importlib
 from pathlib import Path
 from typing import Any
 
+import bench_gate as gate
 import pytest
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The script, imported as it is when run."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
-    return importlib.import_module("bench_gate")
 
 
 def rounds_of(factors: list[float], control: float = 1.0) -> list[dict[str, Any]]:
@@ -28,7 +21,7 @@ def rounds_of(factors: list[float], control: float = 1.0) -> list[dict[str, Any]
     ]
 
 
-def test_rounds_go_on_until_both_ratios_are_known_to_two_per_cent(gate: Any) -> None:
+def test_rounds_go_on_until_both_ratios_are_known_to_two_per_cent() -> None:
     steady = [1.0, 1.01, 1.0, 0.99, 1.0, 1.0]
     assert gate.is_enough(rounds_of(steady))
     assert not gate.is_enough(rounds_of(steady[:5])), "too few"
@@ -36,7 +29,7 @@ def test_rounds_go_on_until_both_ratios_are_known_to_two_per_cent(gate: Any) -> 
 
 
 @pytest.mark.parametrize(("factor", "slower"), [(1.02, []), (1.04, ["2x1 exact"])])
-def test_a_step_three_per_cent_longer_is_named(gate: Any, factor: float, slower: list[str]) -> None:
+def test_a_step_three_per_cent_longer_is_named(factor: float, slower: list[str]) -> None:
     rounds = rounds_of([factor] * 6)
     result = {"shape": "2x1", "plans": dict.fromkeys(rounds[0]), "rounds": rounds}
     found: list[str] = []
@@ -45,7 +38,7 @@ def test_a_step_three_per_cent_longer_is_named(gate: Any, factor: float, slower:
     assert f"| exact | 100 | {factor:.3f} [{factor:.3f}, {factor:.3f}] | 1.000 [" in page
 
 
-def test_the_older_code_runs_its_own_script(gate: Any, tmp_path: Path) -> None:
+def test_the_older_code_runs_its_own_script(tmp_path: Path) -> None:
     before, control, now = gate.entries_of("exact", tmp_path, merges=True, env=())
     assert before.flags == control.flags == now.flags
     assert before.script == control.script == tmp_path / "benchmarks" / "bench_dlrm.py"

@@ -1,17 +1,10 @@
 """What bench_late_rows.py makes of its rounds, without hosts."""
 
-import importlib
 from pathlib import Path
 from typing import Any
 
+import bench_late_rows as late_rows
 import pytest
-
-
-@pytest.fixture
-def late_rows(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The script, imported as it is when run."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
-    return importlib.import_module("bench_late_rows")
 
 
 def turn_of(number: int, *, ms: float, late: int, exposed: float, mb: float) -> dict[str, Any]:
@@ -41,7 +34,7 @@ def result(*, hot_rows: int = 500, late: int = 100, k_ms: float = 100.0) -> dict
     return {"shape": "2x1_200mbit_p1_a1.05", "plans": plans, "rounds": rounds}
 
 
-def test_the_four_figures_have_verdicts(late_rows: Any) -> None:
+def test_the_four_figures_have_verdicts() -> None:
     late, exposed, sent, memory = late_rows.judge(result())
     assert (late.holds, late.figure) == (True, "3.00 (300 and 100)")
     assert (exposed.holds, exposed.figure) == (True, "0.60 [0.60, 0.60]")
@@ -51,20 +44,18 @@ def test_the_four_figures_have_verdicts(late_rows: Any) -> None:
     assert not late_rows.judge(result(late=101))[0].holds
 
 
-def test_no_late_row_is_the_best_case(late_rows: Any) -> None:
+def test_no_late_row_is_the_best_case() -> None:
     assert late_rows.judge(result(late=0))[0].holds
 
 
 @pytest.mark.parametrize(("k_ms", "holds"), [(100.0, True), (98.0, True), (97.0, False)])
-def test_a_planner_that_takes_no_hot_rows_must_be_right(
-    late_rows: Any, k_ms: float, holds: bool
-) -> None:
+def test_a_planner_that_takes_no_hot_rows_must_be_right(k_ms: float, holds: bool) -> None:
     (verdict,) = late_rows.judge(result(hot_rows=0, k_ms=k_ms))
     assert verdict.holds is holds
     assert f"k = 256 {k_ms / 100:.3f}" in verdict.figure
 
 
-def test_the_page_has_a_line_for_every_plan(late_rows: Any) -> None:
+def test_the_page_has_a_line_for_every_plan() -> None:
     page = "\n".join(late_rows.describe(result()))
     assert (
         "| auto | 500 | 0 | 2.10% | 0.00% | 90 [90, 90] | 100 | 1,000 | 30 [30, 30] | 2.10 |"
@@ -73,7 +64,7 @@ def test_the_page_has_a_line_for_every_plan(late_rows: Any) -> None:
     assert "Bytes as predicted in every round: yes." in page
 
 
-def test_plans_differ_by_their_hot_rows_alone_but_for_the_free_one(late_rows: Any) -> None:
+def test_plans_differ_by_their_hot_rows_alone_but_for_the_free_one() -> None:
     entries = late_rows.entries_of([256], Path("2x1.topology"))
     assert [e.name for e in entries] == ["k = 0", "auto", "k = 256"]
     assert [e.flags[-1] for e in entries] == ["off", "auto", "hot:256"]

@@ -198,7 +198,7 @@ def test_v_is_stored_divided_by_c(seed: int, scale: float) -> None:
 @LAW
 @given(seed=st.integers(0, 10**6), scale=st.floats(0.25, 16.0))
 def test_without_eps_a_scale_is_a_factor_of_the_learning_rate(seed: int, scale: float) -> None:
-    # lr * g / sqrt(v / c) = lr * sqrt(c) * g / sqrt(v): docs/2d.md says what follows
+    # lr * g / sqrt(v / c) = lr * sqrt(c) * g / sqrt(v): papers/two_d says what follows
     grads = list(torch.randn(4, 5, 3, generator=torch.Generator().manual_seed(seed)))
     scaled, _ = update(MomentumScaledRowwiseAdagrad(lr=0.1, eps=0.0, scale=scale), grads)
     plain, _ = update(RowwiseAdagrad(lr=0.1 * scale**0.5, eps=0.0), grads)

@@ -1,6 +1,6 @@
 """The race's rules, without a race: intervals, pairing, refusals, gates, shapes, the report."""
 
-import importlib
+import dataclasses
 import itertools
 import json
 import re
@@ -11,11 +11,17 @@ from statistics import median
 from typing import Any
 from xml.etree import ElementTree
 
+import bench_dlrm
 import pytest
-
-from benchmarks.racing import floor, peer
-from benchmarks.racing.between import describe_gap, describe_step
-from benchmarks.racing.contestants import (
+import race
+from harness.cells import Cells
+from harness.figures import interval, round_ms
+from harness.gates import Gate, Gatekeeper
+from harness.settings import Settings
+from harness.shapes import ALL, Shape, parse_shapes
+from racing import floor, peer
+from racing.between import describe_gap, describe_step
+from racing.entries import (
     THEIRS_PLAIN,
     ours,
     ours_lossy,
@@ -23,12 +29,10 @@ from benchmarks.racing.contestants import (
     theirs_lossy,
     with_own_cores,
 )
-from benchmarks.racing.gates import Gate, Gatekeeper
-from benchmarks.racing.goals import GOALS, goal_shapes, judge_goals, roles_of
-from benchmarks.racing.judge import interval, refusal, round_ms, summarise
-from benchmarks.racing.report import CAUTION, markdown, write_report
-from benchmarks.racing.shapes import ALL, parse_shapes
-from benchmarks.racing.stored import check_stored, is_stored, store, stored_files
+from racing.goals import GOALS, goal_shapes, judge_goals, roles_of
+from racing.judge import refusal, summarise
+from racing.report import CAUTION, markdown, write_report
+
 from rowmesh.errors import InputError
 
 
@@ -376,22 +380,25 @@ def test_the_race_has_28_shapes_and_rates_of_a_layout_are_neighbours() -> None:
 
 def test_what_is_stored_is_not_run_again_unless_it_was_refused(tmp_path: Path) -> None:
     slow, fast = parse_shapes("2x1@200mbit,2x1@1gbit", pooling="1", alpha="1.05")
-    session = {"code": "c0de", "settings": {"rounds": 6}, "machine": "it", "commit": "abc"}
-    assert not is_stored(tmp_path, slow, session)
-    store(tmp_path, slow, {}, session=session)
-    store(tmp_path, fast, {"refused": "it ended"}, session=session)
-    assert is_stored(tmp_path, slow, session)
-    assert not is_stored(tmp_path, fast, session)
-    assert [path.stem for path in stored_files(tmp_path)] == [fast.name, slow.name]
-    check_stored(tmp_path, session, todo=[])
+    asked = {"code": "c0de", "settings": {"rounds": 6}, "machine": "it"}
+    cells = Cells(tmp_path / "new", asked, {"commit": "abc"})
+    assert cells.find(slow.name) is None
+    for shape, found in ((slow, {}), (fast, {"refused": "it ended"})):
+        cells.store(shape.name, found | {"shape": dataclasses.asdict(shape)})
+    assert cells.find(slow.name) == {"shape": dataclasses.asdict(slow)}
+    assert cells.find(fast.name) is None
+    results = race.stored_results(cells)
+    assert [Shape(**result["shape"]) for result in results] == [fast, slow]
+    assert results[0]["session"] == asked | {"commit": "abc"}
+    cells.check()
     for key, value in (("code", "0ther"), ("settings", {"rounds": 5}), ("machine", "that")):
-        now = session | {key: value}
+        now = Cells(cells.folder, asked | {key: value}, {})
         with pytest.raises(InputError, match=f"of other {key}.*--again"):
-            is_stored(tmp_path, slow, now)
-        assert not is_stored(tmp_path, fast, now)
+            now.find(slow.name)
+        assert now.find(fast.name) is None
         with pytest.raises(InputError, match=rf"{slow.name}\.json is of other {key}"):
-            check_stored(tmp_path, now, todo=[fast])  # not asked for, but it would be reported
-        check_stored(tmp_path, now, todo=[slow])
+            now.check(but=[fast.name])  # not asked for, but it would be reported
+        now.check(but=[slow.name])
 
 
 @pytest.mark.parametrize("word", ["2x1", "1x2@1gbit", "2by1", "2x0@1gbit", "2x1@fast"])
@@ -461,45 +468,30 @@ def test_an_environment_is_known_by_importing_torchrec(tmp_path: Path) -> None:
         peer.ensure(tmp_path)
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Imports a script of benchmarks/ as it is when run."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
-    return importlib.import_module
-
-
 @pytest.mark.parametrize("words", ["--pool 20", "--gate here", "--lr 1", "--warmup=3", "stray"])
-def test_a_word_that_is_no_flag_of_the_race_is_refused(script: Any, words: str) -> None:
+def test_a_word_that_is_no_flag_of_the_race_is_refused(words: str) -> None:
     with pytest.raises(InputError, match=f"^{words}: no flag of the race"):
-        script("race").parse_args(["--out", "x", *words.split()])
+        race.parse_args(["--out", "x", *words.split()])
 
 
 @pytest.mark.parametrize(
     ("words", "limit"),
     [("--rounds 4", "rounds is 4, .* 5"), ("--steps 1", "2"), ("--batches 0", "at least 1")],
 )
-def test_a_race_has_least_numbers(script: Any, words: str, limit: str) -> None:
-    race = script("race")
+def test_a_race_has_least_numbers(words: str, limit: str) -> None:
     with pytest.raises(InputError, match=limit):
         race.check(race.parse_args(["--out", "x", *words.split()]), [])
     race.check(race.parse_args(["--out", "x", "--rounds", "5"]), [])
 
 
-def test_goals_choose_among_the_shapes(script: Any) -> None:
-    race = script("race")
+def test_goals_choose_among_the_shapes() -> None:
     words = ["--out", "x", "--goals"]
-    assert set(race.choose_shapes(race.parse_args(words))) == set(script_goals(script))
+    assert set(race.choose_shapes(race.parse_args(words))) == set(goal_shapes())
     some = race.choose_shapes(race.parse_args([*words, "--shapes", "2x2@200mbit,4x1@1gbit"]))
     assert [shape.name for shape in some] == ["2x2_200mbit_p1_a1.05", "2x2_200mbit_p20_a1.05"]
     with pytest.raises(InputError, match=r"none of the shapes has a goal.*1x2_p1"):
         race.choose_shapes(race.parse_args([*words, "--shapes", "4x1@1gbit"]))
-    settings = race.describe_session(race.parse_args(words))["settings"]
-    assert settings["goals"] is True
-
-
-def script_goals(script: Any) -> Any:
-    """As the script sees them: its modules are not those that were imported above."""
-    return script("racing.goals").goal_shapes()
+    assert race.stored_cells(race.parse_args(words)).asked["settings"]["goals"] is True
 
 
 @pytest.mark.parametrize(
@@ -510,18 +502,16 @@ def script_goals(script: Any) -> Any:
         "--peer-env ../a/./peer --out ./a/../x",
     ],
 )
-def test_no_path_is_in_the_command_of_the_report(script: Any, words: str) -> None:
-    race = script("race")
+def test_no_path_is_in_the_command_of_the_report(words: str) -> None:
     more = ["--cap=1e4", "--again", "--pooling", "1", "--dim", "64"]
-    found = race.describe_session(race.parse_args([*words.split(), *more]))
-    assert found["command"] == ("python benchmarks/race.py --out x --pooling 1 --again --cap 10000")
-    assert race.parse_args(found["command"].split()[2:]).cap == 1e4
+    command = race.stored_cells(race.parse_args([*words.split(), *more])).about["command"]
+    assert command == "python benchmarks/race.py --out x --pooling 1 --again --cap 10000"
+    assert race.parse_args(command.split()[2:]).cap == 1e4
 
 
-def test_both_scripts_and_the_floor_get_the_number_of_batches(script: Any) -> None:
-    race = script("race")
-    given = race.describe_session(race.parse_args(["--out", "x", "--batches", "3"]))["settings"]
-    settings = race.Settings(**given, peer="", folder=Path())
+def test_both_scripts_and_the_floor_get_the_number_of_batches() -> None:
+    cells = race.stored_cells(race.parse_args(["--out", "x", "--batches", "3"]))
+    settings = Settings(**cells.asked["settings"], peer="", folder=Path())
     (shape,) = parse_shapes("1x2", pooling="1", alpha="1.05")
     words = settings.script_flags(shape)
     assert (settings.batches, words[words.index("--batches") + 1]) == (3, "3")
@@ -537,7 +527,6 @@ def test_both_scripts_and_the_floor_get_the_number_of_batches(script: Any) -> No
     ],
 )
 def test_the_benchmark_refuses(
-    script: Any,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     words: str,
@@ -545,5 +534,5 @@ def test_the_benchmark_refuses(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["bench_dlrm.py", *words.split()])
     with pytest.raises(SystemExit, match="2"):
-        script("bench_dlrm").parse_args()
+        bench_dlrm.parse_args()
     assert sentence in capsys.readouterr().err

@@ -1,7 +1,8 @@
-"""`rowmesh reproduce 2d`: data of virtual ranks, runs that are stored, figures and verdicts."""
+"""papers/two_d, quality: data of virtual ranks, runs that are stored, figures and verdicts."""
 
 import json
 import math
+import re
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,31 +11,22 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from rowmesh.cli import app
+from benchmarks.harness.figures import paired
+from benchmarks.harness.quality import OneTable, count_rows, deciles, rarest_of_samples
+from papers.__main__ import main
+from papers.two_d.arms import Arm, Learning, Quality, arms_of, trial_sets
+from papers.two_d.figures import Figures, judge
+from papers.two_d.quality import Run, measure_runs, prove_gradients, runs_of
+from papers.two_d.quality_report import render_quality, summarise_quality
+from papers.two_d.run import write_report
+from papers.two_d.virtual import Additive, cut_batch, train, train_arm
 from rowmesh.data import SyntheticClicks
 from rowmesh.errors import InputError
 from rowmesh.features import Batch, JaggedTensor, KeyedJaggedTensor
-from rowmesh.reproduce.two_d import open_folder, write_report
-from rowmesh.reproduce.two_d_arms import Arm, Learning
-from rowmesh.reproduce.two_d_data import (
-    OneTable,
-    count_rows,
-    cut_batch,
-    deciles,
-    rarest_of_samples,
-)
-from rowmesh.reproduce.two_d_figures import Figures, paired
-from rowmesh.reproduce.two_d_model import Additive
-from rowmesh.reproduce.two_d_quality import Run, measure_runs, prove_gradients, runs_of
-from rowmesh.reproduce.two_d_report import render_quality, summarise_quality
-from rowmesh.reproduce.two_d_sets import Quality, arms_of, trial_sets
-from rowmesh.reproduce.two_d_verdicts import judge
-from rowmesh.reproduce.two_d_virtual import train, train_arm
 from rowmesh.runtime.oracle import materialise
 from rowmesh.tables import EmbeddingBagConfig
-from tests.processes import finish, start
+from tests.processes import ROOT, finish, start
 
 TINY = Quality(seeds=(1, 2), groups=(4,), periods=(), sets=("planted",), steps=2, held_out=2)
 CLICKS = SyntheticClicks(cardinalities=(5, 7), batch_size=16, num_dense=2, held_out_batches=4)
@@ -209,6 +201,11 @@ def test_runs_that_are_stored_are_not_made_again(tmp_path: Path) -> None:
     (tmp_path / f"runs/{runs[2].name}.json").unlink()
     assert measure(runs) == first
     assert names == ["stored", runs[0].name, runs[2].name]
+    store = tmp_path / "runs"
+    again = measure_runs(
+        runs[:1], store, workers=1, again=True, on_run=lambda *_: names.append("x")
+    )
+    assert (again, names) == (first[:1], ["stored", runs[0].name, runs[2].name, "x", "x"])
     measure(runs_of(replace(TINY, steps=3))[:2])  # other settings under the same names
     assert names == ["stored", runs[0].name, runs[1].name]
 
@@ -359,7 +356,6 @@ def test_deciles_are_compared_with_those_of_full() -> None:
 
 
 def test_a_report_has_all_parts_and_fits_a_page(tmp_path: Path) -> None:
-    open_folder(tmp_path / "2d")
     runs = made_up(**GOOD)
     runs += [
         run | {"arm": "weights c=1 k=16", "period": 16}
@@ -370,58 +366,61 @@ def test_a_report_has_all_parts_and_fits_a_page(tmp_path: Path) -> None:
     proof = prove_gradients(TINY, steps=1)
     found = {"verdicts": summarise_quality(runs), "gradients": proof, "runs": runs}
     write_report(tmp_path / "2d", {"quality": found})
-    text = (tmp_path / "2d/report.md").read_text()
+    text = (tmp_path / "2d.md").read_text()
     assert max(map(len, text.splitlines())) <= 100
     assert text.count("| 4 | weights c=1 k=16 | 0.2 |") == 1
     assert "| 4 | 0 | 0 | yes |" in text  # gradients
     assert "NE of p* itself: 0.70000." in text
-    stored = json.loads((tmp_path / "2d/report.json").read_text())["quality"]
+    stored = json.loads((tmp_path / "2d.json").read_text())["quality"]
     assert stored["runs"] == runs
     write_report(tmp_path / "2d", {"another": 1})  # of a reproduction of another part
-    assert (tmp_path / "2d/report.md").read_text() == text
-    assert json.loads((tmp_path / "2d/report.json").read_text())["another"] == 1
+    assert (tmp_path / "2d.md").read_text() == text
+    assert json.loads((tmp_path / "2d.json").read_text())["another"] == 1
     assert len(stored["verdicts"]["planted"]) == 6
 
 
-def run(out: Path, *words: str) -> Any:
-    return CliRunner().invoke(app, ["reproduce", "2d", "--out", str(out), *words])
+def run(out: Path, *words: str) -> None:
+    main(["two_d", "--out", str(out), *words])
 
 
-def test_bad_words_end_with_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for out, words, sentence in (
+@pytest.mark.parametrize(
+    ("out", "words", "sentence"),
+    [
         ("r", ["--parts", "qualty"], "did you mean 'quality'?"),
         ("r", ["--sets", "plant"], "did you mean 'planted'?"),
-        ("r", ["--groups", "2,x"], "say numbers of groups, as 2,4"),
+        ("r", ["--groups", "2,x"], "--groups: 'x' is not a whole number"),
         ("r", ["--groups", "2,8"], "lack 4, which is judged"),
         ("r", ["--seeds", "1"], "number of seeds is 1, but must be from 2 to 30"),
-        ("file", [], "cannot make the folder"),
-        ("r", ["--sets", "clicks", "--data", str(tmp_path / "no")], "no data found at"),
-    ):
-        ended = run(tmp_path / out, *words)
-        assert ended.exit_code == 2
-        assert sentence in ended.stderr
+        ("r", ["--workers", "0"], "workers is 0, but must be at least 1"),
+        ("file/r", [], "cannot make the folder"),
+        ("r", ["--sets", "clicks", "--clicks", "no"], "no data found at"),
+    ],
+)
+def test_bad_words_are_named(tmp_path: Path, out: str, words: list[str], sentence: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=re.escape(sentence)):
+        run(tmp_path / out, *words)
 
 
 @pytest.mark.nightly
-def test_a_quick_reproduction_in_two_processes(tmp_path: Path) -> None:
+def test_a_quick_run_in_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--quick", "--parts", "quality", "--sets", "planted,clicks"]
-    words += ["--data", str(tmp_path), "--json"]
-    ended = run(tmp_path / "r", *words)
-    assert ended.exit_code == 0, ended.stderr
-    assert "no run on clicks" in ended.stderr
-    assert list(json.loads(ended.stdout)) == ["planted"]
-    assert "### planted" in (tmp_path / "r/report.md").read_text()
-    again = run(tmp_path / "r", *words[:-1])
-    assert "58 of 58 runs: stored" in again.stderr
-    assert "planted: M = 4, lr 0.2: control c = 1 loses" in again.stdout
+    words += ["--clicks", str(tmp_path / "none"), "--json"]
+    run(tmp_path / "r", *words)
+    told = capsys.readouterr()
+    assert "no run on clicks" in told.err
+    assert list(json.loads(told.out)) == ["planted"]
+    assert "### planted" in (tmp_path / "r.md").read_text()
+    run(tmp_path / "r", *words[:-1])
+    told = capsys.readouterr()
+    assert "58 of 58 runs: stored" in told.err
+    assert "planted: M = 4, lr 0.2: control c = 1 loses" in told.out
 
 
 @pytest.mark.nightly
-def test_a_reproduction_that_is_stopped_leaves_no_process_and_goes_on(tmp_path: Path) -> None:
-    words = ("reproduce", "2d", "--quick", "--parts", "quality", "--sets", "planted")
-    words += ("--out", str(tmp_path / "r"))
-    process = start(*words)
+def test_a_run_that_is_stopped_leaves_no_process_and_goes_on(tmp_path: Path) -> None:
+    words = ("two_d", "--quick", "--parts", "quality", "--out", str(tmp_path / "r"))
+    process = start(*words, module="papers", cwd=ROOT)
     assert process.stderr is not None
     assert "0 of 58 runs: stored" in process.stderr.readline()
     assert "of 58 runs" in process.stderr.readline()  # workers are at work
@@ -429,6 +428,6 @@ def test_a_reproduction_that_is_stopped_leaves_no_process_and_goes_on(tmp_path: 
     # it reads stderr to its end, which comes when no worker holds it any more
     assert finish(process)[0] == 128 + signal.SIGTERM
     kept = len(list((tmp_path / "r/runs").iterdir()))
-    code, _, said = finish(start(*words), timeout=300)
+    code, _, said = finish(start(*words, module="papers", cwd=ROOT), timeout=300)
     assert code == 0
     assert f"{kept} of 58 runs: stored" in said

@@ -1,4 +1,4 @@
-"""What `rowmesh reproduce 2d` counts and times: formulas, verdicts, and a contest on real ranks."""
+"""papers/two_d, bytes and speed: formulas, verdicts, and a contest on real ranks."""
 
 import itertools
 import json
@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 
 import rowmesh as rm
+from papers.two_d.counted import count_groups, count_sync, dense_sync_bytes
+from papers.two_d.run import run_bytes, write_report
+from papers.two_d.speed import Speed
+from papers.two_d.speed_report import judge_speed, rank_correlation, render_speed
 from rowmesh.comm.mesh import Mesh
 from rowmesh.cost import Calibration, DenseCost, Rates
-from rowmesh.reproduce.hosts import parse_shape
-from rowmesh.reproduce.two_d import run_bytes, write_report
-from rowmesh.reproduce.two_d_bytes import count_groups, count_sync
-from rowmesh.reproduce.two_d_speed import Speed, compare_groups, steps_of
-from rowmesh.reproduce.two_d_speed_report import judge_speed, rank_correlation, render_speed
 from tests.ranks import run_on_ranks
 
 SMALL: dict[str, Any] = {"cap": 2000, "dim": 8, "alpha": 1.05, "batch": 32}
@@ -48,6 +47,20 @@ def test_a_sparse_sync_sends_what_was_touched() -> None:
     assert many["sparse_mb"] < 2 * few["sparse_mb"]
 
 
+def test_a_sync_of_all_rows_sends_each_and_its_moment_to_one_replica_and_back() -> None:
+    topology, table = rm.Topology(hosts=2, local=2), {"name": "t", "num_embeddings": 7}
+    config = rm.EmbeddingBagConfig(**table, embedding_dim=5, feature_names=["f"])
+    model = rm.EmbeddingBagCollection([config], device="meta")
+    plans = [
+        rm.make_plan(model, topology, split="row_wise", exchange="rows", groups=n) for n in (2, 1)
+    ]
+    row = 4 * 5 + 4
+    # 2 replicas: each sends 7 rows of its place to the other, half to be added and half added
+    assert dense_sync_bytes(plans[0]) == pytest.approx(2 * 7 * row / 4)
+    # 4 replicas of whole tables: three send a fourth's part to it, and it answers all three
+    assert dense_sync_bytes(plans[1]) == pytest.approx(2 * 3 * 7 * row / 4)
+
+
 def test_places_are_correlated() -> None:
     assert rank_correlation([1.0, 2.0, 9.0], [4.0, 5.0, 6.0]) == pytest.approx(1.0)
     assert rank_correlation([3.0, 2.0, 1.0], [4.0, 5.0, 6.0]) == pytest.approx(-1.0)
@@ -61,6 +74,7 @@ def case(told: list[float], measured: list[float], *, exact: bool = True) -> dic
             "layout": "strided",
             "sync": "none",
             "told_ms": t,
+            "ms": [m],
             "median_ms": m,
             "exposed_ms": 1.0,
             "mb_across": {"rows": 1.0, "replica sync": 0.5},
@@ -81,25 +95,25 @@ def test_verdicts_follow_the_figures() -> None:
     assert not bad["bytes_are_exact"]
     setting = {"alpha": 1.05, "batch": 32, "rounds": 1, "steps": 2, "depth": 2}
     cases = [case([3.0, 2.0], [1.0, 2.0], exact=False)]
-    text = render_speed({"setting": setting, "cases": cases})
+    text = render_speed({"about": "today", "setting": setting, "cases": cases})
     assert "(N=1) takes 100.0% longer than the best (N=0)" in text
-    assert "as predicted: no" in text
+    assert "as predicted: NO" in text
     assert max(map(len, text.splitlines())) <= 100
 
 
 def test_the_report_of_bytes_has_a_verdict(tmp_path: Any) -> None:
     what = Speed(shapes=((2, 1),), cap=500, dim=4, batch=64)
-    write_report(tmp_path, {"bytes": run_bytes(what, large=(2, 2))})
-    text = (tmp_path / "report.md").read_text()
-    assert "100x required: no" in text  # 5,000 rows are not many
-    assert json.loads((tmp_path / "report.json").read_text())["bytes"]["sync"]
+    write_report(tmp_path / "r", {"bytes": run_bytes(what, large=(2, 2))})
+    text = (tmp_path / "r.md").read_text()
+    assert "100x required: NO" in text  # 5,000 rows are not many
+    assert json.loads((tmp_path / "r.json").read_text())["bytes"]["sync"]
 
 
 def contest(mesh: Mesh) -> dict[str, Any]:
     asked = Speed(syncs=("gradients", "weights:2"), cap=300, dim=4, batch=16, rounds=1)
     dense = DenseCost(flops=1e6, parameters=1e4, forward_s=1e-3, backward_s=2e-3, step_s=1e-4)
     calibration = Calibration(topology=mesh.topology, rates=Rates(dense=dense))
-    return compare_groups(asked, mesh, calibration)
+    return asked.measure("all", mesh, calibration)
 
 
 @pytest.mark.nightly
@@ -114,11 +128,8 @@ def test_every_size_layout_and_sync_is_run_and_its_bytes_checked() -> None:
 
 
 def test_what_is_timed_is_checked() -> None:
-    assert steps_of(Speed(syncs=("gradients",))) == 2
-    assert steps_of(Speed(syncs=("weights:3", "weights:4"))) == 12
+    assert Speed(syncs=("gradients",)).steps == 2
+    assert Speed(syncs=("weights:3", "weights:4")).steps == 12
     for wrong in ({"rates": ("none",)}, {"syncs": ("often",)}, {"batch": 0}, {"alpha": -1.0}):
         with pytest.raises(rm.InputError):
             Speed(**wrong)
-    for word in ("2", "0x1", "2x", "axb"):
-        with pytest.raises(rm.InputError, match="say hosts x ranks, as 2x2"):
-            parse_shape(word)

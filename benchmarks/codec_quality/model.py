@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 
 import torch
+from harness.quality import OneTable
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rowmesh.features import Batch, KeyedJaggedTensor
 from rowmesh.models.layers import MLP
 from rowmesh.nn import EmbeddingBagCollection
-from rowmesh.reproduce.two_d_data import OneTable
 
 __all__ = ["Wide"]
 

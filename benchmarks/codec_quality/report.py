@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from rowmesh.reproduce.two_d_figures import Difference, paired
+from harness.figures import Difference, paired
+from harness.pages import table, word
 
 from .runs import CONTROL
 
@@ -104,7 +105,7 @@ def _section(runs: Runs) -> list[str]:
     for verdict in verdicts:
         first = next(run for run in runs if run["arm"] == verdict.arm)
         is_base = verdict.arm == "fp32"
-        words = [_word(verdict.is_within), _word(verdict.is_within_throughout)]
+        words = [word(verdict.is_within), word(verdict.is_within_throughout)]
         rows.append(
             [
                 verdict.arm,
@@ -118,7 +119,7 @@ def _section(runs: Runs) -> list[str]:
             ]
         )
     return [
-        *_table([*heads, "throughout"], rows),
+        *table([*heads, "throughout"], rows),
         "",
         _sentence(verdicts),
         f"Spread of fp32 over seeds: {spread:.3f} %, its NE: {_list(_base(runs))}.",
@@ -161,7 +162,7 @@ def _by_rate(runs: Runs, verdicts: Sequence[Verdict]) -> list[str]:
     for verdict in verdicts[1:]:
         losses = [paired(_values(runs, verdict.arm, r), _values(runs, "fp32", r)) for r in rates]
         rows.append([verdict.arm, *map(str, losses)])
-    return _table(["arm", *(f"rate {rate:g}" for rate in rates)], rows)
+    return table(["arm", *(f"rate {rate:g}" for rate in rates)], rows)
 
 
 def _by_decile(runs: Runs, verdicts: Sequence[Verdict]) -> list[str]:
@@ -175,17 +176,8 @@ def _by_decile(runs: Runs, verdicts: Sequence[Verdict]) -> list[str]:
             known = [100.0 * (m / b - 1.0) for m, b in pairs if m is not None and b is not None]
             cells.append(f"{fmean(known):+.2f}" if known else "")
         rows.append([verdict.arm, *cells])
-    return _table(["arm", *(str(tenth + 1) for tenth in range(10))], rows)
-
-
-def _word(holds: bool) -> str:
-    return "yes" if holds else "NO"
+    return table(["arm", *(str(tenth + 1) for tenth in range(10))], rows)
 
 
 def _list(values: Sequence[float]) -> str:
     return ", ".join(f"{value:.5f}" for value in values)
-
-
-def _table(heads: list[str], rows: list[list[str]]) -> list[str]:
-    rule = ["---", *["--:"] * (len(heads) - 1)]
-    return ["| " + " | ".join(cells) + " |" for cells in (heads, rule, *rows)]

@@ -1,18 +1,16 @@
 """One run: an arm trained on the ranks of a mesh, and its normalised entropy."""
 
-import math
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
+from harness.quality import OneTable, count_rows, judge_clicks, rarest_of_samples
 from torch import Tensor
 
 import rowmesh as rm
 from rowmesh.comm.agreement import on_rank_0
 from rowmesh.features import Batch
-from rowmesh.reproduce.two_d_data import OneTable, count_rows, deciles, rarest_of_samples
-from rowmesh.train.metrics import ClickMetrics
 from rowmesh.train.model import build_model
 from rowmesh.train.optimiser import OptimiserConfig, make_optimizer, set_learning_rates
 
@@ -151,18 +149,4 @@ def _evaluate(model: Any, material: Material, mesh: rm.Mesh) -> dict[str, Any]:
     every = [part for rank in mesh.gather_objects(mine, edge=None) for part in rank]
     z, labels, rarest = (torch.cat([part[i] for part in every]) for i in (0, 1, 3))
     true = None if every[0][2] is None else torch.cat([part[2] for part in every])
-    metrics, tenth = ClickMetrics(), deciles(rarest)
-    metrics.update(z, labels, true)
-    result = metrics.result()
-    found: dict[str, Any] = {name: result[name] for name in ("ne", "auc")}
-    for name in ("bayes_ne", "mean_kl"):
-        found[name] = None if math.isnan(result[name]) else result[name]
-    found["ne_deciles"] = [_ne(z[tenth == d], labels[tenth == d]) for d in range(10)]
-    return found
-
-
-def _ne(logits: Tensor, labels: Tensor) -> float | None:
-    metrics = ClickMetrics(num_bins=1)
-    metrics.update(logits, labels)
-    ne = metrics.result()["ne"]
-    return None if math.isnan(ne) else ne
+    return judge_clicks(z, labels, true, rarest)

@@ -1,1 +1,1 @@
-"""The parts of `race.py`: gates, contestants, judge, floor, report."""
+"""The race with TorchRec: who races, the floor of a shape, goals, the report."""

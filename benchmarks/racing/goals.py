@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from .judge import MAX_OVER_FLOOR, Interval
-from .shapes import Shape, parse_shapes
+from harness.figures import Interval
+from harness.shapes import Shape, parse_shapes
+
+from .judge import MAX_OVER_FLOOR
 
 __all__ = ["GOALS", "Goal", "Verdict", "goal_shapes", "judge_goals", "roles_of"]
 

@@ -1,19 +1,11 @@
 """What the rounds of a shape say, and when they may not be reported at all."""
 
 import math
-from dataclasses import dataclass
-from statistics import fmean, median
 from typing import Any
 
-__all__ = [
-    "MAX_LOSSY_GAP",
-    "MAX_OVER_FLOOR",
-    "Interval",
-    "interval",
-    "refusal",
-    "round_ms",
-    "summarise",
-]
+from harness.figures import interval, ratio, round_ms
+
+__all__ = ["MAX_LOSSY_GAP", "MAX_OVER_FLOOR", "refusal", "summarise"]
 
 MAX_LOSS_GAP = 1e-3
 # Of our lossy setting to our exact one: against faults, not for quality. AdaGrad's first step is
@@ -23,44 +15,6 @@ MAX_LOSSY_GAP = 0.2
 MAX_OVER_FLOOR = 1.2  # beyond, the report says what stands between
 NUM_LOSSES = 10
 MAX_NIC_SHARE = 1.06
-COVERAGE = 0.95
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Interval:
-    """A median over rounds and where the true one lies with probability ``coverage`` at least."""
-
-    low: float
-    mid: float
-    high: float
-    coverage: float
-
-
-def interval(values: list[float]) -> Interval:
-    """The sample median and the narrowest pair of order statistics that covers the true median.
-
-    For n independent rounds of any distribution the k-th smallest and k-th largest enclose the
-    median with probability 1 - 2 P(Binomial(n, 1/2) < k). k is the largest with 95 %; below six
-    rounds there is none, and smallest and largest stand with what they cover (five: 93.75 %).
-    """
-    ordered, n = sorted(values), len(values)
-    k = max([1, *(k for k in range(1, n // 2 + 1) if _covers(n, k) >= COVERAGE)])
-    return Interval(
-        low=ordered[k - 1], mid=median(ordered), high=ordered[-k], coverage=_covers(n, k)
-    )
-
-
-def _covers(n: int, k: int) -> float:
-    return 1 - 2 * sum(math.comb(n, i) for i in range(k)) / float(2**n)
-
-
-def round_ms(ms: list[float]) -> float:
-    """ms/step of a round: the mean of its steps without the first.
-
-    The first finds cold caches, another contestant having run before; it is left out for all. A
-    mean, because a schedule may make every other step longer; medians are taken over rounds.
-    """
-    return fmean(ms[1:])
 
 
 def refusal(result: dict[str, Any]) -> str | None:
@@ -149,8 +103,7 @@ def summarise(result: dict[str, Any]) -> dict[str, Any]:
         }
     for ours in (role for role in times if role.startswith("ours")):
         for theirs in (role for role in times if role.startswith("theirs")):
-            paired = [b / a for a, b in zip(times[ours], times[theirs], strict=True)]
-            found["speedups"][f"{ours}/{theirs}"] = interval(paired)
+            found["speedups"][f"{ours}/{theirs}"] = ratio(times[theirs], times[ours])
     return found
 
 

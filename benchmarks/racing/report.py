@@ -1,15 +1,16 @@
 """The report of a race: Markdown, JSON and the plot, from the stored shapes."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
+from harness.pages import table, word, write_page
+from harness.shapes import Shape
+
 from .between import describe_gap, describe_step
 from .goals import Verdict, judge_goals
-from .judge import MAX_LOSSY_GAP, Interval, refusal, summarise
+from .judge import MAX_LOSSY_GAP, refusal, summarise
 from .plot import draw
-from .shapes import Shape
 
 __all__ = ["label_of", "markdown", "write_report"]
 
@@ -77,11 +78,10 @@ def write_report(results: list[dict[str, Any]], out: Path) -> None:
         "shapes": [r | {"summary": _plain(s)} for r, s in zip(good, summaries, strict=True)],
         "refused": [{k: r[k] for k in ("shape", "refused")} for r in results if "refused" in r],
     }
-    _write(out, ".json", json.dumps(document, indent=1) + "\n")
-    _write(out, ".md", markdown(results, plot=f"{out.name}.svg"))
-    if good:
-        rows = [(label_of(r), s, r["floor"]["ms"]) for r, s in zip(good, summaries, strict=True)]
-        _write(out, ".svg", draw(rows, title="ms/step, median and interval over rounds"))
+    rows = [(label_of(r), s, r["floor"]["ms"]) for r, s in zip(good, summaries, strict=True)]
+    picture = draw(rows, title="ms/step, median and interval over rounds") if good else None
+    page = markdown(results, plot=f"{out.name}.svg")
+    write_page(out, page, document, picture=picture)
 
 
 def label_of(result: dict[str, Any]) -> str:
@@ -148,20 +148,15 @@ def _goals(verdicts: list[Verdict]) -> list[str]:
                 label_of({"shape": dataclasses.asdict(goal.shape)}),
                 f"{ROLES[goal.ours]} / {ROLES[goal.theirs]}",
                 f"{goal.least:g}x",
-                _range(verdict.found, 2),
-                _word(verdict.holds),
-                _word(verdict.holds_throughout),
+                verdict.found.told(2),
+                word(verdict.holds),
+                word(verdict.holds_throughout),
                 f"{verdict.over_floor:.2f}",
-                _word(verdict.is_near_floor),
+                word(verdict.is_near_floor),
             ]
         )
     heads = ["shape", "who", "goal", "times as fast", "reached", "by all of the interval"]
-    return _table([*heads, "ours / floor", "at most 1.2"], rows)
-
-
-def _word(holds: bool) -> str:
-    """A goal that was missed must not be overlooked."""
-    return "yes" if holds else "NO"
+    return table([*heads, "ours / floor", "at most 1.2"], rows)
 
 
 def _shown(pairs: Pairs) -> list[str]:
@@ -174,10 +169,10 @@ def _times(pairs: Pairs) -> list[str]:
     heads.insert(2, "forecast")
     rows = []
     for result, found in pairs:
-        cells = [_range(found[role]["ms"], 0) if role in found else "" for role in shown]
+        cells = [found[role]["ms"].told(0) if role in found else "" for role in shown]
         cells.insert(1, f"{result['forecast_ms']['total']:.0f}")
         rows.append([label_of(result), *cells])
-    return _table(heads, rows)
+    return table(heads, rows)
 
 
 def _speedups(pairs: Pairs) -> list[str]:
@@ -185,9 +180,9 @@ def _speedups(pairs: Pairs) -> list[str]:
     rows = []
     for result, found in pairs:
         known = found["speedups"]
-        cells = [_range(known[key], 2) if key in known else "" for key in shown]
+        cells = [known[key].told(2) if key in known else "" for key in shown]
         rows.append([label_of(result), *cells])
-    return _table(["shape", *(SPEEDUPS[key] for key in shown)], rows)
+    return table(["shape", *(SPEEDUPS[key] for key in shown)], rows)
 
 
 def _bytes(pairs: Pairs) -> list[str]:
@@ -200,7 +195,7 @@ def _bytes(pairs: Pairs) -> list[str]:
         cells = [f"{found['ours']['samples_s']:,.0f}", *sent, _number(floor["megabytes"])]
         over = f"{found['ours']['over_floor']:.2f}"
         rows.append([label_of(result), *cells, f"{floor['ms']:.0f}", over])
-    return _table(
+    return table(
         ["shape", "samples/s rowmesh", *heads, "least MB", "floor ms", "ours / floor"], rows
     )
 
@@ -225,7 +220,7 @@ def _settings(pairs: Pairs) -> list[str]:
         gaps = [f"{found[role]['loss_gap']:.0e}" if role in found else "" for role in shown[1:]]
         rows.append([label_of(result), *names, *gaps])
     gaps = [f"loss gap, {ROLES[role]}" for role in shown[1:]]
-    return _table(["shape", *(ROLES[role] for role in shown), *gaps], rows)
+    return table(["shape", *(ROLES[role] for role in shown), *gaps], rows)
 
 
 def _setting(entry: dict[str, Any]) -> str:
@@ -252,15 +247,6 @@ def _codecs(text: str) -> str:
     return "; ".join(": ".join(pair) for pair in pairs)
 
 
-def _table(heads: list[str], rows: list[list[str]]) -> list[str]:
-    rule = ["---", *["--:"] * (len(heads) - 1)]
-    return ["| " + " | ".join(cells) + " |" for cells in (heads, rule, *rows)]
-
-
-def _range(value: Interval, digits: int) -> str:
-    return f"{value.mid:.{digits}f} [{value.low:.{digits}f}, {value.high:.{digits}f}]"
-
-
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
@@ -271,8 +257,3 @@ def _plain(summary: Any) -> Any:
     if isinstance(summary, dict):
         return {key: _plain(value) for key, value in summary.items()}
     return summary
-
-
-def _write(out: Path, suffix: str, text: str) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_name(out.name + suffix).write_text(text)

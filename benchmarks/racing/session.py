@@ -1,13 +1,13 @@
 """One sitting: the shapes of one group, in processes that are started once.
 
 Trials choose, rounds count. In a trial every candidate runs once at each rate; the fastest of a
-role takes part in the rounds of that rate. In a round every contestant of the shape runs once, the
-order turning by one from round to round, so that a drift of the machine meets all alike. After the
-rounds a few steps of ours are traced, which are not counted.
+role takes part in the rounds of that rate. In a round every contestant of the shape runs once
+(`turns`). After the rounds a few steps of ours are traced, which are not counted.
 """
 
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,83 +15,24 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from harness.contestants import Entry, Place
+from harness.figures import round_ms
+from harness.settings import Settings
+from harness.shapes import Shape
+from harness.turns import turns
 
 from rowmesh.data.synthetic import SyntheticClicks
 
-from .contestants import (
-    THEIRS_PLAIN,
-    Entry,
-    Place,
-    ours,
-    ours_lossy,
-    theirs,
-    theirs_lossy,
-    with_own_cores,
-)
+from .entries import THEIRS_PLAIN, ours, ours_lossy, theirs, theirs_lossy, with_own_cores
 from .floor import Bytes, count_bytes, dense_parameters, floor
 from .goals import roles_of
-from .judge import round_ms
-from .shapes import Shape
 
-__all__ = ["Settings", "run_group"]
+__all__ = ["run_group"]
 
 IDLE_S = 1.0
 DENSE_STEPS = 4
 TRACED_STEPS = 5
 EXACT = ("ours", "theirs")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """Of the race: rounds, steps a round, steps of a trial; and the model both train.
-
-    ``goals`` leaves out contestants that no goal of a shape is about.
-    """
-
-    rounds: int
-    steps: int
-    trial_steps: int
-    cap: float
-    dim: int
-    batch: int
-    bottom: str
-    top: str
-    batches: int
-    seed: int
-    dense_opt: str
-    default_malloc: bool
-    peer: str
-    folder: Path
-    goals: bool = False
-
-    def script_flags(self, shape: Shape) -> list[str]:
-        """For both scripts. Ten warm-up steps at a rate that trains: their losses are compared."""
-        given = {
-            "cap": f"{self.cap:g}",
-            "dim": self.dim,
-            "batch": self.batch,
-            "bottom": self.bottom,
-            "top": self.top,
-            "batches": self.batches,
-            "seed": self.seed,
-            "dense-opt": self.dense_opt,
-            "pooling": shape.pooling,
-            "alpha": shape.alpha,
-            "lr": 0.01,
-            "warmup": 10,
-        }
-        words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-        return [*words, *["--default-malloc"] * self.default_malloc]
-
-    def model_settings(self) -> list[str]:
-        """The same model in the words of a recipe, for `rowmesh calibrate`."""
-        bottom, top = (text.rpartition(",")[0] for text in (self.bottom, self.top))
-        return [
-            f"data.batch_size={self.batch}",
-            f"model.dim={self.dim}",
-            f"model.dense_layers=[{bottom}]",
-            f"model.over_layers=[{top}]",
-        ]
 
 
 def run_group(
@@ -100,7 +41,7 @@ def run_group(
     """Results of shapes that differ only by the rate, each as soon as it is there.
 
     Raises:
-        RuntimeError: If a contestant dies, with its name and last lines, or does not answer.
+        LabError: If a contestant dies, with its name and last lines, or does not answer.
     """
     first = shapes[0]
     flags = settings.script_flags(first)
@@ -197,11 +138,8 @@ def _rounds(
     place.set_rate(shape.rate)
     idle = _idle_bytes(place)
     rounds: list[dict[str, Any]] = []
-    for number in range(settings.rounds):
-        order = _turned(list(contestants), number)
-        found: dict[str, Any] = {"order": order}
-        for role in order:
-            found[role] = contestants[role].steps(settings.steps)
+    measured = turns(list(contestants), lambda role: contestants[role].steps(settings.steps))
+    for number, found in enumerate(itertools.islice(measured, settings.rounds)):
         found["dense"] = contestants["ours"].dense(DENSE_STEPS)
         rounds.append(found)
         times = ", ".join(f"{role} {round_ms(found[role]['ms']):.0f}" for role in contestants)
@@ -215,11 +153,6 @@ def _rounds(
         "rounds": rounds,
         "idle_bytes_s": idle,
     }
-
-
-def _turned(names: list[str], number: int) -> list[str]:
-    cut = number % len(names)
-    return names[cut:] + names[:cut]
 
 
 def _idle_bytes(place: Place) -> list[float]:

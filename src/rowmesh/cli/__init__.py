@@ -7,7 +7,6 @@ from rowmesh.cli.doctor import doctor_command
 from rowmesh.cli.lab import lab_app
 from rowmesh.cli.plan import plan_app
 from rowmesh.cli.profile import profile_command
-from rowmesh.cli.reproduce import reproduce_app
 from rowmesh.cli.terminal import Commands
 from rowmesh.cli.train import train_command
 from rowmesh.cli.verify import verify_command
@@ -29,7 +28,6 @@ app.add_typer(plan_app, name="plan", help="Print the plan for a cluster; compare
 app.command("profile")(profile_command)
 app.command("calibrate")(calibrate_command)
 app.add_typer(lab_app, name="lab", help="Emulated hosts on this machine: run, check, clean up.")
-app.add_typer(reproduce_app, name="reproduce", help="Published results, measured again.")
 app.command("doctor")(doctor_command)
 
 

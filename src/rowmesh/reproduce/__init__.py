@@ -1,1 +1,0 @@
-"""Published results, measured again: one command a system (docs/p2res.md)."""
