@@ -1,6 +1,7 @@
 """What a loop may do to dense gradients between backward and step."""
 
 import functools
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -191,3 +192,54 @@ def test_one_rank_that_clips_alone_ends_all_with_its_sentence() -> None:
     for _, _, errors in ended:
         assert "opt.clip_grad_norm_(max_norm)" in errors, errors
     assert "rank 1 failed: StepError" in ended[0][2]
+
+
+def clip_alone(mesh: Mesh) -> list[str]:
+    model, optimizer = start(mesh)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for how in ("not", "clip", "clip", "sums"):
+            mesh.mean(model(batch(0, 0, 1))).backward()
+            if how == "sums":
+                optimizer.sum_gradients()
+            if how != "not":
+                clip(model)
+            optimizer.step()
+            if how == "not":
+                assert not caught
+    return [str(each.message) for each in caught]
+
+
+def test_one_rank_is_told_once_that_tables_are_not_clipped() -> None:
+    (said,) = run_on_ranks(1, clip_alone)[0]
+    assert "those of tables are not among them" in said
+    assert "use opt.clip_grad_norm_(max_norm)" in said
+
+
+def step_anyhow(mesh: Mesh, how: str) -> str:
+    model, optimizer = start(mesh)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    loss = mesh.mean(model(batch(0, mesh.rank, mesh.world)))
+    (scaler.scale(loss) if "scaler" in how else loss).backward()
+    try:
+        if how == "unscaled by scaler":
+            scaler.unscale_(optimizer)
+        if how == "dropped":
+            optimizer.zero_grad()
+        (scaler if "scaler" in how else optimizer).step(*[optimizer] * ("scaler" in how))
+    except rm.StepError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("how", ["scaler", "unscaled by scaler"])
+def test_a_scaler_of_gradients_is_refused(world: int, how: str) -> None:
+    for said in run_on_ranks(world, step_anyhow, how):
+        assert "gradients of tables cannot be scaled back" in said
+
+
+def test_a_step_after_gradients_were_dropped_says_so_where_others_would_wait() -> None:
+    for said in run_on_ranks(2, step_anyhow, "dropped"):
+        assert "opt.step() after opt.zero_grad() dropped the gradients" in said
+    assert run_on_ranks(1, step_anyhow, "dropped") == [""]

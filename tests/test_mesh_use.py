@@ -104,6 +104,8 @@ def scaled(mesh: Mesh, how: str) -> list[str]:
                 mesh.mean(torch.ones(6)) if step == 0 else None
                 model(features(mesh.rank)).mean().backward()
             else:
+                if how == "only shown":
+                    float(mesh.mean(losses.detach()) + mesh.mean(losses).detach())
                 losses.mean().backward()
             optimizer.step()
     return [str(each.message) for each in caught]
@@ -119,6 +121,7 @@ def scaled(mesh: Mesh, how: str) -> list[str]:
         ("loss.mean()", 1, 0),
         ("loss.mean()", 2, 1),
         ("mean before", 2, 1),
+        ("only shown", 2, 1),
     ],
 )
 def test_a_backward_without_mesh_mean_is_warned_of_once(how: str, world: int, times: int) -> None:
@@ -207,3 +210,11 @@ def test_forked_children_end_without_a_word_to_other_ranks(tmp_path: Path) -> No
     codes, published = json.loads((tmp_path / "held-0").read_text())
     assert published is None
     assert codes == [1, 3, 1, -15]
+
+
+def nothing(mesh: Mesh) -> tuple[int, ...]:
+    return tuple(mesh.total(torch.zeros(0, 3)).shape)
+
+
+def test_the_total_of_nothing_is_nothing() -> None:
+    assert run_on_ranks(2, nothing) == [(0, 3)] * 2

@@ -276,6 +276,19 @@ def test_a_finished_run_resumes_to_an_evaluation(tmp_path: Path) -> None:
     assert (again["auc"], again["steps"], again["train_s"]) == (first["auc"], 12, 0.0)
 
 
+def test_a_run_does_not_resume_to_fewer_steps_than_it_has_made(tmp_path: Path) -> None:
+    run_on_ranks(2, run_in_folder, str(tmp_path), None, False, {})
+    said = run_on_ranks(2, resume_shorter, str(tmp_path))
+    assert all("at step 12, beyond the 5 steps" in each for each in said)
+
+
+def resume_shorter(mesh: Mesh, path: str) -> str:
+    config = tiny_run(training=TrainingConfig(steps=5))
+    with pytest.raises(rm.InputError) as caught:
+        Trainer(config, mesh, folder=RunFolder(Path(path)), resume=True)
+    return str(caught.value)
+
+
 def test_metrics_have_no_nan(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl", log_every=2)
     nan = float("nan")

@@ -141,7 +141,7 @@ def _explain(error: Any, words: Sequence[str]) -> str:
             if name == option and colon:
                 reason = f"{option} is {value!r}: {rest[:1].lower()}{rest[1:]}"
     path = " ".join(["rowmesh", *(context.command_path.split()[1:] if context else ())])
-    return f"{' '.join(reason.split())}; {path} --help tells more"
+    return f"{' '.join(reason.split()).rstrip('.?')}; {path} --help tells more"
 
 
 def _complain(sentence: str) -> None:

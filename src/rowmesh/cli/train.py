@@ -193,6 +193,11 @@ def _train_rank(order: _Order, mesh: Mesh) -> None:
                 )
             )
             listeners.append(view)
+            if trainer.start == trainer.num_steps:
+                view.say(
+                    f"the run is at step {trainer.start}, its last: --set training.steps=N with "
+                    f"more steps trains on"
+                )
         tracing = _tracing(order, trainer)
         found = trainer.run(listeners=listeners, stop=stop, tracing=tracing)
         reasons = mesh.gather_objects(stop.reason) if found["is_stopped"] else []

@@ -154,15 +154,15 @@ class Mesh:
             Otherwise, and after a forward of an adopted embedding, whose ids need not be one
             batch of samples: all ranks, one `total` of the numbers of losses.
         """
-        self.num_means += 1
         _check_losses(losses, is_mean=is_mean)
         if is_mean:
             if count is not None or self._samples is None:
                 raise InputError(
                     "mean(is_mean=True) takes the numbers of samples from the forward of a sharded "
-                    "collection before it, and no count="
+                    "collection before it (an adopted embedding's does not tell them), and no "
+                    "count=: return one loss per sample"
                 )
-            return share_of_mean(losses, *self._samples, is_mean=True)
+            return self._seen(share_of_mean(losses, *self._samples, is_mean=True))
         if count is None and self._samples is not None:
             local, count = self._samples
             if len(losses) != local:
@@ -172,10 +172,19 @@ class Mesh:
                 )
         if count is None:
             count = int(self.total(len(losses)))
-        return share_of_mean(losses, len(losses), count)
+        return self._seen(share_of_mean(losses, len(losses), count))
+
+    def _seen(self, share: Tensor) -> Tensor:
+        """Note when a backward goes through ``share``: what is only shown has none."""
+        if share.requires_grad:
+            share.register_hook(self._count_mean)
+        return share
+
+    def _count_mean(self, grad: Tensor) -> None:
+        self.num_means += 1
 
     def check_scaled(self, num_means: int) -> None:
-        """Warn, once, if a backward comes and no `mean` has been called since its forward.
+        """Warn, once, in a backward that came through no `mean` since its forward.
 
         Args:
             num_means: That attribute, as it was then.

@@ -51,7 +51,7 @@ class Totals:
         if len(data) > _HEAD:
             rest = [part[_HEAD:] for part in found]
             self._post(1, data[_HEAD:].contiguous(), rest, edge)
-        parts = found.view(mine.dtype)
+        parts = found.view(mine.dtype) if len(data) else found.to(mine.dtype)
         result = parts[0].clone()
         for part in parts[1:]:
             result += part

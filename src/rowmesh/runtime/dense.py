@@ -6,7 +6,7 @@ other ranks; then it becomes the sum (`rowmesh.runtime.ring`).
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -93,16 +93,11 @@ class _Bucket:
 
     def saw(self, parameter: Tensor) -> None:
         """A backward has written this parameter's gradient."""
-        assert parameter.grad is not None
-        self._given[parameter] = parameter.grad, parameter.grad._version
+        self._given[parameter] = _version(parameter)
 
     def changed(self) -> list[Tensor]:
         """Parameters whose gradients are not as their last backward left them."""
-        return [
-            parameter
-            for parameter, (grad, version) in self._given.items()
-            if parameter.grad is not grad or grad._version != version
-        ]
+        return _changed(self._given)
 
     def note(self, backward: int) -> bool:
         """A parameter or rider got its gradient: whether all have, and in one backward.
@@ -212,7 +207,10 @@ class DenseBuckets:
         self._codecs = codecs
         self._buckets: list[_Bucket] = []
         self._members: list[list[nn.Parameter]] = []
+        self._alone: dict[Tensor, tuple[Tensor, int]] = {}  # of one rank: as `_Bucket` has it
         if mesh.world == 1:
+            for parameter in self.parameters:
+                parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), 0))
             return
         sizes = [p.numel() for p in parameters]
         self._members = [[parameters[i] for i in bucket] for bucket in bucket_parameters(sizes)]
@@ -246,6 +244,10 @@ class DenseBuckets:
                 rider.on_ready = functools.partial(self._ready, number)
 
     def _ready(self, number: int, parameter: Tensor | None = None) -> None:
+        if self.mesh.world == 1:
+            assert parameter is not None
+            self._alone[parameter] = _version(parameter)
+            return
         bucket = self._buckets[number]
         self._is_active = True
         if bucket.is_launched:
@@ -269,6 +271,13 @@ class DenseBuckets:
         Collective:
             All ranks, before any of them waits for anything else of this step.
         """
+        if _changed(self._alone):
+            self.mesh.say_once(
+                "gradients of layers changed between backward and step, as by torch's "
+                "clip_grad_norm_: those of tables are not among them, and on several ranks it is "
+                "an error: use opt.clip_grad_norm_(max_norm), or opt.sum_gradients() before"
+            )
+        self._alone.clear()
         if changed := [p for bucket in self._buckets for p in bucket.changed()]:
             raise StepError(
                 f"the grad of {len(changed)} dense parameters, the first of shape "
@@ -301,12 +310,28 @@ class DenseBuckets:
             is_active: Whether a backward has run on any rank, even if it had none of these
                 gradients here.
         """
+        self._alone.clear()
         if is_active or self._is_active:
             self._launch()
         for bucket in self._buckets:
             bucket.finish(keep=False)
             bucket.reset()
         self._is_active = False
+
+
+def _version(parameter: Tensor) -> tuple[Tensor, int]:
+    """A parameter's gradient, and how often it has been changed in place."""
+    assert parameter.grad is not None
+    return parameter.grad, parameter.grad._version
+
+
+def _changed(given: Mapping[Tensor, tuple[Tensor, int]]) -> list[Tensor]:
+    """Parameters whose gradients are others now, or have been changed."""
+    return [
+        parameter
+        for parameter, (grad, version) in given.items()
+        if parameter.grad is not grad or grad._version != version
+    ]
 
 
 def _hook(buckets: "weakref.ref[DenseBuckets]", number: int) -> Callable[[Tensor], None]:

@@ -323,6 +323,11 @@ class ShardedEngine:
     def _check_used(self) -> None:
         """Raise if gradients of an earlier backward wait for a step."""
         if not self.is_accumulating and any(t.is_sent for t in self.tickets):
+            if self.on_all_sent is None:
+                raise StepError(
+                    "this model has no rm.Optimizer, so that no step changes its tables: make "
+                    "opt = rm.Optimizer(model, dense=..., sparse=...), which steps its layers too"
+                )
             raise StepError(
                 "a training forward after backward: call opt.step() or opt.zero_grad() first, "
                 "or run the backwards that belong together inside opt.accumulate()"

@@ -48,6 +48,9 @@ class Optimizer(torch.optim.Optimizer):
         All ranks.
     """
 
+    # GradScaler then calls `step` itself, having set `found_inf`: which refuses it.
+    _step_supports_amp_scaling = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -77,7 +80,7 @@ class Optimizer(torch.optim.Optimizer):
                         (stack.copies, stack.copies_state),
                     ):
                         state |= sparse.new_state(*weight.shape, device=weight.device)
-        self._is_accumulating = False
+        self._is_accumulating = self._has_dropped = False
         buckets.is_held = self._may_get_more
         self.attach()
         group = {"params": [], "lr": sparse.lr, "name": "sparse"}
@@ -116,6 +119,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise InputError("rm.Optimizer.step takes no closure")
+        self._check_step()
         lr = float(self.param_groups[-1]["lr"])  # a tensor may change before what follows the step
         if self._pending is None:
             self._buckets.launch()
@@ -223,11 +227,30 @@ class Optimizer(torch.optim.Optimizer):
             grad.mul_(scale)
         return norm
 
+    def _check_step(self) -> None:
+        """Raise if there is nothing to step with, or what there is has been scaled.
+
+        On one rank alone the first would keep the others waiting for gradients that it dropped.
+        """
+        if self.has_gradients or any(sparse.has_tickets for sparse in self._sparse):
+            self._has_dropped = False
+        if self._has_dropped and self._mesh is not None and self._mesh.world > 1:
+            raise StepError(
+                "opt.step() after opt.zero_grad() dropped the gradients: call step() first, and "
+                "zero_grad() after it, or neither"
+            )
+        if hasattr(self, "found_inf"):
+            raise StepError(
+                "torch's GradScaler scales losses, but gradients of tables cannot be scaled back: "
+                "leave it out, and use bf16 under autocast"
+            )
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of all backwards that have run since the last step."""
         is_active = any(sparse.has_tickets for sparse in self._sparse)
         if is_active or self.has_gradients:
             self._history.drop()
+            self._has_dropped = True
         for sparse in self._sparse:
             sparse.discard()
         for engine in self._engines:

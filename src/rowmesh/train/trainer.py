@@ -98,6 +98,11 @@ class Trainer:
             assert self._checkpoints is not None
             loaded = self._checkpoints.load(model=self.model, optimizer=self.optimizer, mesh=mesh)
             self.start = self.step = loaded.step
+            if self.start > self.num_steps:
+                raise InputError(
+                    f"the run is at step {self.start}, beyond the {self.num_steps} steps that it "
+                    f"is to have: set training.steps to more, or begin another run"
+                )
             self._finite = loaded.extra.get("finite_step", loaded.step)
         self._saved = self.start if resume else None
         self._watch = FiniteWatch(config.training.on_nan, model=self.model, mesh=mesh)
