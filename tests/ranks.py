@@ -35,6 +35,7 @@ _CALLS = itertools.count()
 DEADLOCK = timedelta(seconds=20)  # a wait that lasts longer never ends
 ARENA = 1 << 20  # bytes: small, so that some messages find it full and some are too large
 SEQUENCES = 128  # that most bodies stay below
+LASTING = 100  # calls that share a segment: what bodies leave in it fills it in the end
 START_UP = timedelta(seconds=60)  # four processes that import torch on a busy machine
 
 
@@ -129,7 +130,7 @@ def _serve(rank: int, store_file: str, pipe: Connection) -> None:
     store = dist.FileStore(store_file, WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=START_UP)
     everyone = {n: make_lanes(list(range(n)), timeout=DEADLOCK) for n in (2, 3, WORLD)}
-    segments: dict[tuple[int, int, bool], Segment | None] = {}
+    segments: dict[tuple[int, int, bool], tuple[int, Segment | None]] = {}
     while True:
         try:
             call = pipe.recv_bytes()
@@ -150,15 +151,19 @@ def _serve(rank: int, store_file: str, pipe: Connection) -> None:
             mesh.wire.numbers.first = first = number * SEQUENCES % (1 << 15)
             for channel in mesh._totals._channels:
                 channel.first = first
-            if shared_memory and shape not in segments:
-                segments[shape] = open_segment(
+            age, segment = segments.get(shape, (-1, None))
+            if shared_memory and age != number // LASTING:
+                if segment is not None:
+                    segment.end.close()
+                segment = open_segment(
                     functools.partial(mesh.gather_objects, edge=None),
                     topology=mesh.topology,
                     rank=rank,
                     timeout_s=DEADLOCK.total_seconds(),
                     arenas=(ARENA,),
                 )
-            mesh.wire.segment = segments.get(shape)
+                segments[shape] = number // LASTING, segment
+            mesh.wire.segment = segment
             result = getattr(importlib.import_module(module), name)(mesh, *args)
             mesh.end_threads()  # what they post until then goes where their peers' messages go
             if (failure := mesh.bulletin.published()) is not None:
