@@ -9,6 +9,7 @@ then started anew.
 """
 
 import atexit
+import contextlib
 import functools
 import gc
 import importlib
@@ -28,6 +29,7 @@ import torch.distributed as dist
 
 from rowmesh.comm.mesh import Mesh, make_lanes
 from rowmesh.comm.shared import Segment, open_segment
+from rowmesh.errors import RowmeshError
 from rowmesh.topology import Topology
 
 WORLD = 4
@@ -124,6 +126,15 @@ def _pool() -> _Pool:
     return _Pool()
 
 
+def settle(mesh: Mesh) -> None:
+    """All have what will be received. What no rank receives is not waited for in the background:
+    when that takes too long, gloo closes the connections, which the next body needs."""
+    with contextlib.suppress(RowmeshError):  # the body has closed the mesh
+        mesh.total(0, edge=None)
+    mesh.wire.leaving.clear()
+    mesh.wire.segment = None  # the next body's
+
+
 def _serve(rank: int, store_file: str, pipe: Connection) -> None:
     gc.freeze()  # what was imported stays
     torch.set_num_threads(1)
@@ -168,7 +179,7 @@ def _serve(rank: int, store_file: str, pipe: Connection) -> None:
             mesh.end_threads()  # what they post until then goes where their peers' messages go
             if (failure := mesh.bulletin.published()) is not None:
                 raise RankError(f"nobody asked a thread that failed: {failure}")
-            mesh.wire.segment = None  # the next body's
+            settle(mesh)
             mesh.close()
             answer = pickle.dumps((result, None))
         except BaseException:

@@ -228,6 +228,7 @@ def step_anyhow(mesh: Mesh, how: str) -> str:
             optimizer.zero_grad()
         (scaler if "scaler" in how else optimizer).step(*[optimizer] * ("scaler" in how))
     except rm.StepError as error:
+        optimizer.zero_grad()  # what is on its way arrives
         return str(error)
     return ""
 

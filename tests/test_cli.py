@@ -198,7 +198,7 @@ def wait_for_step(process: "subprocess.Popen[str] | Fork") -> list[str]:
 
 def all_gone(process: "subprocess.Popen[str] | Fork") -> bool:
     """Whether every process of its session ends within seconds of the first."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 45
     while time.monotonic() < deadline:
         if subprocess.run(["ps", "-s", str(process.pid)], capture_output=True).returncode:
             return True

@@ -160,7 +160,7 @@ def test_no_port_is_open_to_other_machines(unattended: dict[str, Any]) -> None:
 
 def test_ranks_do_not_outlive_their_launcher(unattended: dict[str, Any]) -> None:
     assert unattended["is_gone"]
-    assert unattended["seconds"] < 20, "two if the machine has nothing else to do"
+    assert unattended["seconds"] < 40, "two or three; 30 if they cannot stop cleanly"
     sentence = "rowmesh: the launcher is gone, so the ranks that it started stop\n"
     assert unattended["err"] == sentence
     assert [p.name for p in unattended["folder"].glob("rowmesh-*")] == []
