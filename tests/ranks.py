@@ -166,6 +166,8 @@ def _serve(rank: int, store_file: str, pipe: Connection) -> None:
             if shared_memory and age != number // LASTING:
                 if segment is not None:
                     segment.end.close()
+                    del segments[shape], segment
+                    gc.collect()  # its memory has a descriptor, too
                 segment = open_segment(
                     functools.partial(mesh.gather_objects, edge=None),
                     topology=mesh.topology,
